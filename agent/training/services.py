@@ -1,0 +1,224 @@
+"""Start, check and end the processes of a run: gateway, controller, trainer. Each leads a process group of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent.errors import RunFailed
+from agent.training import cpu_backend
+from agent.training.rundir import RunDir
+from agent.training.trainer import ATTEMPT_ENV, KEY_ENV, RUN_ENV
+
+HOST = "127.0.0.1"
+TOKEN_ENV = "MMQA_RUN_TOKEN"  # marks every process of one attempt, to find what is left at the end
+START_SECONDS = 60.0  # gateway: from start to the first answer
+
+
+def free_port() -> int:
+    """A port on the loopback interface that is free now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+@dataclass
+class Service:
+    """One started process, leader of its own group; its output goes to ``log``."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @classmethod
+    def start(cls, name: str, command: Sequence[str], log: Path, env: Mapping[str, str]) -> Service:
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(env),
+                start_new_session=True,
+            )
+        return cls(name, process, log)
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.poll()
+
+    def signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+
+class Services:
+    """The processes of one attempt. ``key`` and ``token`` are made here, for this attempt alone."""
+
+    def __init__(self, run: RunDir, attempt: int, config: Any) -> None:
+        self.run, self.attempt, self.config = run, attempt, config
+        self.folder = run.attempt(attempt)
+        self.token = uuid.uuid4().hex
+        self.key = secrets.token_urlsafe(32)
+        self.key_file = self.folder / "gateway.key"
+        handle = os.open(self.key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w") as file:
+            file.write(self.key)
+        self.started: dict[str, Service] = {}
+        self.url = ""
+
+    def environment(self) -> dict[str, str]:
+        """What every process of the attempt gets beside the caller's environment."""
+        env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}  # never join another cluster
+        env |= {
+            RUN_ENV: str(self.run.root),
+            ATTEMPT_ENV: str(self.attempt),
+            KEY_ENV: str(self.key_file),
+            TOKEN_ENV: self.token,
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "NO_PROXY": f"{HOST},localhost",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+        }
+        if self.config.mmqa.backend == "cpu":
+            env |= {
+                cpu_backend.ENV: "1",
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+            }
+        return env
+
+    def start_gateway(self) -> None:
+        """Start the gateway on a free port and wait until it answers to this attempt's key and to no other.
+
+        Raises ``RunFailed`` if it ends or does not answer in time. Another server on the port cannot be mistaken for
+        it: it would not know the key.
+        """
+        rollout = self.config.actor_rollout_ref.rollout
+        for _ in range(5):  # another program may take the port between the look and the bind
+            port = free_port()
+            self.url = f"http://{HOST}:{port}"
+            service = self._start(
+                "gateway",
+                "from agentlightning.server.__main__ import main; main()",
+                f"host={HOST}",
+                f"port={port}",
+                "key=${oc.env:AGL_KEY}",  # resolved inside: no key on a command line or in a saved configuration
+                f"default_proxy.model_name={json.dumps(str(self.config.actor_rollout_ref.model.path))}",
+                f"default_proxy.train.temperature={rollout.temperature}",
+                f"default_proxy.val.temperature={rollout.val_kwargs.temperature}",
+            )
+            if self._answers(service):
+                return
+            if b"address already in use" not in service.log.read_bytes()[-20_000:].lower():
+                raise RunFailed(
+                    f"the gateway ended with code {service.exit_code} before it answered; see {service.log}"
+                )
+        raise RunFailed("five ports in a row were taken before the gateway could bind one", slug="gateway-port-taken")
+
+    def start_controller(self) -> None:
+        """Start Agent Lightning's controller, which starts one agent process for each rollout."""
+        self._start(
+            "controller",
+            "from agentlightning.controller.__main__ import main; main()",
+            "runner_type=local",
+            f"agl_server.url={self.url}",
+            "agl_server.key=${oc.env:AGL_KEY}",
+            f"local_runner.maximum_size={self.config.mmqa.controller_slots}",
+            f"local_runner.poll_interval={self.config.mmqa.poll_interval_seconds}",
+        )
+
+    def start_trainer(self, ray_folder: Path) -> None:
+        """Start the process that runs ``run_ppo``."""
+        env = self.environment() | {"RAY_TMPDIR": str(ray_folder)}
+        command = [sys.executable, "-m", "agent.training.trainer_main", str(self.run.root), self.url]
+        self.started["trainer"] = Service.start("trainer", command, self.folder / "trainer.log", env)
+
+    def agent_environment(self) -> dict[str, str]:
+        """What each agent gets beside what the controller sets for its rollout."""
+        settings = {name: value for name, value in self.config.mmqa.agent.items() if value is not None}
+        return {"MMQA_IMAGE_ROOT": str(self.run.images), "MMQA_AGENT": json.dumps(settings)}
+
+    def _start(self, name: str, code: str, *arguments: str) -> Service:
+        env = self.environment() | self.agent_environment() | {"AGL_KEY": self.key}
+        command = [sys.executable, "-c", code, *arguments, f"hydra.run.dir={json.dumps(str(self.folder))}"]
+        command += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+        service = Service.start(name, command, self.folder / f"{name}.log", env)
+        self.started[name] = service
+        return service
+
+    def _answers(self, service: Service) -> bool:
+        import httpx
+
+        deadline = time.monotonic() + START_SECONDS
+        path = f"{self.url}/api/rollouts?state_in=queuing"
+        with httpx.Client(timeout=2.0, trust_env=False) as client:
+            while time.monotonic() < deadline and service.exit_code is None:
+                with contextlib.suppress(httpx.TransportError):
+                    known = client.get(path, headers={"Authorization": f"Bearer {self.key}"}).status_code
+                    stranger = client.get(path).status_code
+                    if known == 200 and stranger == 401 and service.exit_code is None:
+                        return True
+                time.sleep(0.1)
+        service.signal_group(signal.SIGKILL)
+        service.process.wait()
+        return False
+
+    def dead(self) -> Service | None:
+        """A process that has ended, the trainer last (it ends by itself when training is done)."""
+        for name in ("gateway", "controller", "trainer"):
+            service = self.started.get(name)
+            if service is not None and service.exit_code is not None:
+                return service
+        return None
+
+    def stop(self, seconds: float = 15.0) -> None:
+        """End every process of the attempt: politely, then by force, then whatever still carries the token."""
+        services = [self.started[name] for name in ("trainer", "controller", "gateway") if name in self.started]
+        for service in services:
+            if service.exit_code is None:
+                service.signal_group(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    service.process.wait(timeout=seconds if service.name == "trainer" else 5.0)
+            service.signal_group(signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                service.process.wait(timeout=5.0)
+        self._end_leftovers()
+        self.key_file.unlink(missing_ok=True)
+
+    def leftovers(self) -> list[Any]:
+        """Processes that still carry this attempt's token (Ray's and vLLM's children leave their parent's group)."""
+        import psutil
+
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.pid != os.getpid() and process.environ().get(TOKEN_ENV) == self.token:
+                    found.append(process)
+        return found
+
+    def _end_leftovers(self) -> None:
+        import psutil
+
+        for send in ("terminate", "kill"):
+            processes = self.leftovers()
+            for process in processes:
+                with contextlib.suppress(psutil.Error):
+                    getattr(process, send)()
+            psutil.wait_procs(processes, timeout=3.0)

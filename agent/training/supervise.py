@@ -1,0 +1,149 @@
+"""Watch one attempt: show what happens, keep ``status.json`` true, end everything when one process ends."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agent.errors import RunFailed
+from agent.training.display import Display
+from agent.training.progress import Follower
+from agent.training.rundir import RunDir, write_json
+from agent.training.services import Services
+
+_STATE = {
+    "starting": "starting",
+    "rollout": "rollout",
+    "validating": "rollout",
+    "validated": "rollout",
+    "training": "training",
+    "step": "training",
+    "saving": "saving",
+    "saved": "training",
+}
+
+
+@dataclass
+class Outcome:
+    """How an attempt ended: ``state`` is "finished", "failed" or "stopped"."""
+
+    state: str
+    step: int
+    reason: str | None = None
+    symptom: str | None = None
+
+
+@dataclass
+class Status:
+    """Mirrors the events into ``status.json``."""
+
+    run: RunDir
+    attempt: int
+    total_steps: int
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, state: str, step: int, **more: Any) -> None:
+        new = {
+            "state": state,
+            "step": step,
+            "total_steps": self.total_steps,
+            "attempt": self.attempt,
+            "reason": None,
+            "symptom": None,
+            **more,
+        }
+        if new != self.values:
+            self.values = new
+            write_json(self.run.status, {**new, "updated": round(time.time(), 3)})
+
+
+class _Interrupt:
+    """Counts Ctrl-C (and SIGTERM) instead of raising in the middle of something."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> _Interrupt:
+        self._old = {number: signal.signal(number, self._on) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _on(self, *args: object) -> None:
+        self.count += 1
+
+
+def supervise(run: RunDir, attempt: int, config: Any, display: Display) -> Outcome:
+    """Run one attempt to its end. Every process it started is gone when it returns."""
+    total = int(config.trainer.total_training_steps)
+    status = Status(run, attempt, total)
+    status.write("starting", 0)
+    services = Services(run, attempt, config)
+    ray_folder = Path(tempfile.mkdtemp(prefix="mmqa-"))  # short: Ray puts sockets below it, whose paths are limited
+    with _Interrupt() as interrupt:
+        try:
+            display.waiting("the gateway")
+            services.start_gateway()
+            services.start_controller()
+            services.start_trainer(ray_folder)
+            outcome = _watch(services, status, display, interrupt)
+        except RunFailed as error:
+            outcome = Outcome("failed", 0, str(error), error.slug)
+        finally:
+            display.waiting("the processes to end")
+            services.stop()
+            shutil.rmtree(ray_folder, ignore_errors=True)
+    status.write(outcome.state, outcome.step, reason=outcome.reason, symptom=outcome.symptom)
+    return outcome
+
+
+def _watch(services: Services, status: Status, display: Display, interrupt: _Interrupt) -> Outcome:
+    follower = Follower(services.folder / "progress.jsonl")
+    step, reason, finished = 0, None, False
+    while True:
+        ended = services.dead()  # before the events: what the trainer wrote last is then still read
+        for event in follower.new():
+            display.event(event)
+            if event["phase"] == "step" or (event["phase"] == "starting" and event.get("resumed_from")):
+                step = event["step"]
+            if event["phase"] == "failed":
+                reason = event["reason"]
+            finished |= event["phase"] == "finished"
+            if event["phase"] in _STATE:
+                status.write(_STATE[event["phase"]], event.get("step") or step)
+        if interrupt.count:
+            return Outcome("stopped", step, "stopped by the user")
+        if ended is not None:
+            if ended.name == "trainer" and ended.exit_code == 0 and finished:
+                return Outcome("finished", step)
+            return _failure(ended.name, ended.exit_code, ended.log, step, reason)
+        display.tick()
+        time.sleep(0.2)
+
+
+def _failure(name: str, code: int | None, log: Path, step: int, reason: str | None) -> Outcome:
+    how = f"by signal {-code}" if code is not None and code < 0 else f"with code {code}"
+    text = f"the {name} ended {how}"
+    cause = reason or last_error(log)
+    return Outcome("failed", step, f"{text}: {cause}" if cause else f"{text}; its log is {log}")
+
+
+def last_error(log: Path) -> str | None:
+    """The last line of a log that reads like an exception, without Ray's prefix; None if there is none."""
+    import re
+
+    if not log.exists():
+        return None
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 200_000))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    shape = re.compile(r"^(?:\(.*?pid=\d+.*?\)\s*)?((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Stopped)\b:?.*)$")
+    found = [match.group(1) for line in lines if (match := shape.match(re.sub(r"\x1b\[[0-9;]*m", "", line).strip()))]
+    return found[-1][:500] if found else None

@@ -1,0 +1,236 @@
+"""Agent Lightning's trainer with guards around it: a subclass made at start-up, in the process that runs it.
+
+The guards do what the stock trainer leaves out: failed rollouts are not trained on, a missing row does not skip the
+step, the first step proves that the pictures reach the actor, the gap between the engine's and the actor's log-probs is
+a metric of each step, and every phase, metric and sample is written to the run directory.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agent.training import image_proof, rows
+from agent.training.progress import Progress
+from agent.training.rundir import RunDir, append_jsonl, write_json
+
+RUN_ENV, ATTEMPT_ENV, KEY_ENV = "MMQA_RUN_DIR", "MMQA_ATTEMPT", "MMQA_KEY_FILE"
+
+
+class TrainingStopped(RuntimeError):
+    """The guards stopped the run; the message says why in one line."""
+
+
+def accuracy_metrics(samples: Sequence[dict[str, Any]], prefix: str) -> dict[str, float]:
+    """Accuracy over the samples that were scored: in any form (seeing) and in the wanted form (seeing and form)."""
+    scored = [one for one in samples if one.get("correct") is not None]
+    if not scored:
+        return {}
+    correct = sum(bool(one["correct"]) for one in scored)
+    wanted = sum(bool(one["correct"]) and one["form"] == "tagged" for one in scored)
+    tagged = sum(one["form"] == "tagged" for one in scored)
+    return {
+        f"{prefix}/accuracy_any_form": correct / len(scored),
+        f"{prefix}/accuracy_wanted_form": wanted / len(scored),
+        f"{prefix}/wanted_form": tagged / len(scored),
+    }
+
+
+def sample_of(completed: Any) -> dict[str, Any]:
+    """What ``samples.jsonl`` keeps of one completed rollout: its sample event, state and reward."""
+    events = [event["data"] for event in completed.events if event["event_type"] == "sample"]
+    return {
+        "rollout_id": completed.rollout_id,
+        "group": completed.data_id,
+        "state": str(completed.rollout_state.value) if completed.rollout_state else None,
+        "reward": completed.final_reward,
+        **{key: value for key, value in (events[-1] if events else {}).items() if key != "reward"},
+        **({} if events else {"error": completed.error_message}),
+    }
+
+
+def watched_manager(base: type, owner: Any) -> type:
+    """Agent Lightning's rollout manager, reporting to ``owner``: counts, samples, and which rollouts may be trained."""
+
+    class WatchedManager(base):  # type: ignore[misc]
+        def enqueue_and_wait_until_completed(self, data: dict[str, Any], *, is_train: bool) -> list[Any]:
+            return owner.on_completed(super().enqueue_and_wait_until_completed(data, is_train=is_train), is_train)
+
+        def _create_rollouts(self, data: dict[str, Any], *, is_train: bool) -> list[Any]:
+            enqueued = super()._create_rollouts(data, is_train=is_train)
+            self._total, self._done = len(enqueued), 0
+            owner.report_rollouts(0, self._total, is_train)
+            self._is_train = is_train
+            return enqueued
+
+        def _build_completed_rollout(self, enqueued_rollout: Any, rollout: Any) -> Any:
+            self._done += 1
+            owner.report_rollouts(self._done, self._total, self._is_train)
+            return super()._build_completed_rollout(enqueued_rollout, rollout)
+
+    return WatchedManager
+
+
+def run_tracking(base: type, run: RunDir, attempt: int) -> type:
+    """verl's ``Tracking`` that also appends each step to ``metrics.jsonl``.
+
+    verl's own "file" logger empties its file on resume; this one never does.
+    """
+
+    class RunTracking(base):  # type: ignore[misc]
+        def log(self, data: dict[str, Any], step: int, backend: Any = None) -> None:
+            figures = {key: value for key, value in data.items() if isinstance(value, int | float)}
+            figures |= {key: value.item() for key, value in data.items() if hasattr(value, "item") and value.size == 1}
+            append_jsonl(run.metrics, {"step": step, "attempt": attempt, "time": round(time.time(), 3), **figures})
+            super().log(data, step, backend)
+
+    return RunTracking
+
+
+def guarded(base: type) -> type:
+    """Return the guarded subclass of Agent Lightning's ``AgentLightningRayPPOTrainer``."""
+    run, attempt = RunDir(Path(os.environ[RUN_ENV])), int(os.environ[ATTEMPT_ENV])
+    key = Path(os.environ[KEY_ENV]).read_text().strip()
+    progress = Progress(run.attempt(attempt) / "progress.jsonl")
+    import agentlightning.verl.trainer as module
+
+    module.Tracking = run_tracking(module.Tracking, run, attempt)  # type: ignore[misc]
+
+    class GuardedTrainer(base):  # type: ignore[misc]
+        def init_workers(self) -> None:
+            progress.emit("starting", what="loading the actor and the engine")
+            super().init_workers()
+            progress.emit("starting", what="first refit")
+
+        def fit(self) -> None:
+            self._proved = False
+            self._figures: dict[str, Any] = {}
+            try:
+                super().fit()
+            except Exception as error:
+                progress.emit("failed", reason=f"{type(error).__name__}: {error}".splitlines()[0][:500])
+                raise
+            progress.emit("finished", step=min(self.global_steps, self.total_training_steps))
+
+        # -- rollouts -------------------------------------------------------------------------------------------
+
+        def _make_rollout_manager(self, manager_cls: type) -> Any:
+            settings = self.config.agentlightning
+            return watched_manager(manager_cls, self)(
+                agl_base_url=settings.agl_base_url,
+                agl_key=key,  # from its file: verl prints the whole configuration into the log
+                model=self.config.actor_rollout_ref.model.path,
+                step=self.global_steps,
+                train_rollout_n=self.config.actor_rollout_ref.rollout.n,
+                rollout_timeout_seconds=settings.rollout_timeout_seconds,
+                poll_interval_seconds=self.config.mmqa.poll_interval_seconds,
+                hooks=self._ensure_hooks(),
+                local_agent_class=settings.local.agent_class,
+                local_env_map=settings.local.env_map,
+                k8s_job_template_path=settings.k8s.job_template_path,
+            )
+
+        def report_rollouts(self, done: int, total: int, is_train: bool) -> None:
+            if done in (0, total) or time.monotonic() - self._reported > 1:
+                self._reported = time.monotonic()
+                phase = "rollout" if is_train else "validating"
+                progress.emit(phase, step=self.global_steps, done=done, total=total)
+
+        def on_completed(self, completed: list[Any], is_train: bool) -> list[Any]:
+            """Write the samples and leave FAILED rollouts out of training (validation counts them as reward 0)."""
+            taken = [sample_of(one) for one in completed]
+            split = "train" if is_train else "val"
+            for one in taken:
+                append_jsonl(run.samples, {"step": self.global_steps, "attempt": attempt, "split": split, **one})
+            failed = [one for one in taken if one["state"] != "succeeded"]
+            self._figures |= accuracy_metrics(taken, split)
+            self._figures[f"{split}/n_rollouts_failed"] = len(failed)
+            if not is_train:
+                return completed
+            self._with_images = sum(bool((one.input or {}).get("images")) for one in completed)
+            survivors = [one for one, seen in zip(completed, taken, strict=True) if seen["state"] == "succeeded"]
+            rewards = [one.final_reward for one in survivors if one.final_reward is not None]
+            self._figures["training/reward_of_survivors"] = sum(rewards) / max(1, len(rewards))
+            if len(failed) > self.config.mmqa.max_failed_rollouts * len(completed):
+                reason = next((one["error"] for one in failed if one.get("error")), "no error message was recorded")
+                raise TrainingStopped(
+                    f"step {self.global_steps}: {len(failed)} of {len(completed)} rollouts failed; "
+                    f"the first one says: {reason}"
+                )
+            return survivors
+
+        def _rollout(self, gen_batch: Any, is_train: bool) -> tuple[Any, dict[str, Any]]:
+            self._reported = 0.0
+            batch, metrics = super()._rollout(gen_batch, is_train)
+            if is_train:
+                size = self.config.actor_rollout_ref.rollout.n
+                batch, counts = rows.settle(batch, self.config.actor_rollout_ref.actor.ppo_mini_batch_size * size, size)
+                metrics |= counts
+            return batch, metrics
+
+        def _validate(self, merged: bool = False) -> dict[str, Any]:
+            metrics = super()._validate(merged)
+            figures = {name: value for name, value in self._figures.items() if name.startswith("val/")}
+            progress.emit("validated", step=self.global_steps, reward=metrics.get("val/reward"), **figures)
+            return {**metrics, **figures}
+
+        # -- one step -------------------------------------------------------------------------------------------
+
+        def _train_step(self, timing_raw: dict[str, float], curr_step_profile: bool) -> Any:
+            self._figures = {}
+            self._step_started = time.monotonic()
+            result = super()._train_step(timing_raw, curr_step_profile)
+            if result is None:
+                raise TrainingStopped(f"step {self.global_steps}: no row was left to train on; see samples.jsonl")
+            metrics, batch = result
+            metrics |= self._figures
+            progress.emit(
+                "step",
+                step=self.global_steps,
+                seconds=round(time.monotonic() - self._step_started, 2),
+                reward=metrics.get("training/reward"),
+                timing={name: round(value, 2) for name, value in timing_raw.items()},
+                **{name: self._figures.get(name) for name in ("training/logprob_gap_mean", "train/accuracy_any_form")},
+            )
+            return metrics, batch
+
+        def _compute_old_log_prob(self, batch: Any) -> Any:
+            progress.emit("training", step=self.global_steps, what="log-probs")
+            result = super()._compute_old_log_prob(batch)
+            self._figures |= image_proof.logprob_gap(batch, result[0].batch["old_log_probs"])
+            if not self._proved:
+                self._prove_images(batch, result[0].batch["old_log_probs"])
+                self._proved = True
+            return result
+
+        def _prove_images(self, batch: Any, log_probs: Any) -> None:
+            shown = image_proof.count_vision_rows(batch)
+            proof: dict[str, Any] = {"step": self.global_steps, "rows": len(batch), **shown, **self._figures}
+            if self._with_images and shown["rows_with_pixels"]:
+                blank, _ = super()._compute_old_log_prob(image_proof.without_pixels(batch))
+                proof |= image_proof.shift(batch, log_probs, blank.batch["old_log_probs"])
+            write_json(run.attempt(attempt) / "image_proof.json", proof)
+            problem = image_proof.problem(proof, bool(self._with_images), self.config.mmqa.max_logprob_gap)
+            if problem:
+                raise TrainingStopped(problem)
+            print(f"mmqa: pictures reach the actor: {proof}")
+
+        def _update_actor(self, batch: Any) -> Any:
+            progress.emit("training", step=self.global_steps, what="update")
+            return super()._update_actor(batch)
+
+        def _save_checkpoint(self) -> None:
+            progress.emit("saving", step=self.global_steps)
+            started = time.monotonic()
+            super()._save_checkpoint()
+            progress.emit("saved", step=self.global_steps, seconds=round(time.monotonic() - started, 2))
+
+        def _load_checkpoint(self) -> Any:
+            result = super()._load_checkpoint()
+            progress.emit("starting", what="refit", step=self.global_steps, resumed_from=self.global_steps or None)
+            return result
+
+    return GuardedTrainer

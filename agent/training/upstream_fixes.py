@@ -1,0 +1,48 @@
+"""Corrections of Agent Lightning 1.0.2 and verl 0.8.0 that every run needs, on any device.
+
+Registered like those of ``cpu_backend``: each is applied right after the module that defines the symbol is imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def install() -> None:
+    """Register every correction (idempotent)."""
+    import wrapt
+
+    if getattr(install, "done", False):
+        return
+    install.done = True  # type: ignore[attr-defined]
+    wrapt.register_post_import_hook(_equal_length_rows, "verl.workers.utils.padding")
+    wrapt.register_post_import_hook(_guarded_trainer, "agentlightning.verl.trainer")
+
+
+def _equal_length_rows(padding: Any) -> None:
+    """``left_right_2_no_padding`` (verl 0.8.0): rows that all have one length crash the update of a Qwen-VL model.
+
+    ``torch.nested.as_nested_tensor`` then picks the wrong ragged dimension for position ids of shape [4, tokens].
+    They are built again with the ragged dimension named.
+    """
+    from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
+
+    original = padding.left_right_2_no_padding
+
+    def left_right_2_no_padding(data: Any) -> Any:
+        position_ids, mask = data["position_ids"], data["attention_mask"].bool()
+        out = original(data)
+        if position_ids.dim() == 3:
+            out["position_ids"] = nested_tensor_from_tensor_list(
+                [row[:, kept] for row, kept in zip(position_ids, mask, strict=True)], ragged_idx=2
+            )
+        return out
+
+    padding.left_right_2_no_padding = left_right_2_no_padding
+
+
+def _guarded_trainer(module: Any) -> None:
+    """``run_ppo`` takes the trainer class from this module when it starts: it gets our subclass of it."""
+    from agent.training.trainer import guarded
+
+    module.AgentLightningRayPPOTrainer = guarded(module.AgentLightningRayPPOTrainer)

@@ -104,6 +104,11 @@ class Settings:
         self.tree = tree
         self.dialect = dialect_of(tree)
 
+    @property
+    def complete(self) -> bool:
+        """Whether this is a composed verl config, in which an absent value is really absent."""
+        return self.explicit("actor_rollout_ref.actor._target_") is not None
+
     def explicit(self, path: str) -> Any:
         """The value written in the config, or ``None``."""
         node: Any = self.tree
@@ -116,7 +121,8 @@ class Settings:
     def get(self, path: str) -> Any:
         """The value in force: written, or (in a verl config) the default; ``None`` if neither is known.
 
-        A preset of this project is merged over safe values before a run, so what it leaves out is no hazard.
+        A preset of this project is merged over safe values before a run, so what it leaves out is no hazard. The
+        composed config that the trainer checks holds every value itself.
         """
         value = self.explicit(path)
         if value is None and self.dialect == "verl" and not self._holds(path):

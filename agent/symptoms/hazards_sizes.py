@@ -70,13 +70,15 @@ def micro_batches(facts: Facts) -> Iterator[Finding]:
         given, old = settings.explicit(key), settings.explicit(key.removesuffix("_per_gpu"))
         if given is not None and old is not None:
             yield _crash(f"{key} and {key.removesuffix('_per_gpu')} are both set", "verl refuses both", f"keep {key}")
-        elif given is None and old is None and settings.dialect == "verl":
+        elif given is None and old is None and (settings.dialect == "verl" or settings.complete):
             yield _crash(f"{key} is not set", "verl has no default for it and refuses to start", f"{key}=1")
 
 
 def one_row_away(facts: Facts) -> Iterator[Finding]:
-    """Agent Lightning: rows are rounded down to whole mini-batches."""
+    """Agent Lightning: rows are rounded down to whole mini-batches (this project's trainer fills them up)."""
     settings = facts.settings
+    if settings.dialect != "verl":
+        return
     train, mini = settings.number("data.train_batch_size"), settings.number(f"{ACTOR}.ppo_mini_batch_size")
     if facts.agent_lightning and train and train == mini and train > 1:
         yield Finding(

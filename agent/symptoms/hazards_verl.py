@@ -28,8 +28,8 @@ def image_caches(facts: Facts) -> Iterator[Finding]:
     settings = facts.settings
     if settings.number(f"{ENGINE}.mm_processor_cache_gb") == 0 or settings.on(f"{ENGINE}.additional_config.{PLUGIN}"):
         return
-    if settings.dialect == "preset" and not settings.explicit(ENGINE):
-        return  # the composed config brings the safe values
+    if settings.dialect == "preset" and not settings.complete:
+        return  # composing it puts the safe values over it
     yield Finding(
         f"vLLM {version} with its image processor cache on, and a trainer that pauses or sleeps the engine each step",
         "from 0.17.0 up to 0.22.0 the pause empties the engine's images and not the front end's list of them; the next "

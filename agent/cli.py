@@ -20,6 +20,12 @@ app = typer.Typer(
     help="Train a vision-language model on image questions with GRPO, and find out what is wrong when a run breaks.",
 )
 
+
+@app.callback()
+def _root() -> None:
+    pass
+
+
 for _part in ("agent.training.commands", "agent.symptoms.commands", "agent.caches.commands", "agent.report.commands"):
     import_module(_part).register(app)
 

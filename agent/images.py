@@ -68,7 +68,9 @@ def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Ima
             image.load()
     except UnidentifiedImageError:
         raise ImageError(f"image {name}: not a picture that Pillow can read; convert it to PNG or JPEG") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except Image.DecompressionBombError:  # Pillow's own limit, found before the size could be read
+        raise ImageError(f"image {name}: it is over {MAX_SOURCE_PIXELS:,} px; shrink it first") from None
+    except (OSError, SyntaxError, ValueError) as error:
         raise ImageError(f"image {name}: damaged ({error}); replace it or remove the row") from None
     return image
 

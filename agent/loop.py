@@ -66,7 +66,7 @@ class MultimodalQAAgent:
         """
         env = self.environ
         async with Chat(
-            env["AGL_OPENAI_BASE_URL"], env.get("AGL_KEY", ""), env["AGL_EVENT_URL"], **self.chat_options()
+            env["AGL_OPENAI_BASE_URL"], env.get("AGL_KEY", ""), env["AGL_EVENT_URL"]
         ) as chat:
             transcript, result, error = Transcript(), None, None
             row: dict[str, Any] = {}
@@ -83,10 +83,6 @@ class MultimodalQAAgent:
             await chat.event("reward", {"value": reward})
             if error is not None:
                 raise error
-
-    def chat_options(self) -> dict[str, Any]:
-        """Further arguments for ``Chat`` (a shared connection pool, for example)."""
-        return {}
 
     async def converse(
         self, chat: Chat, row: Mapping[str, Any], settings: AgentSettings, transcript: Transcript

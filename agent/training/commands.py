@@ -9,21 +9,23 @@ import typer
 Preset = Annotated[str, typer.Option(help="Name of a preset, or the path of a YAML file.")]
 
 
+RunDirOption = Annotated[str | None, typer.Option(help="Where the run is kept [default: runs/<preset>-<task>-<time>].")]
+Steps = Annotated[int | None, typer.Option(help="Training steps (same as trainer.total_training_steps=...).")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]")]
+
+
 def register(app: typer.Typer) -> None:
     """Add this part's commands to ``mmqa``."""
     app.command()(train)
+    app.command()(config)
 
 
 def train(
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]")] = None,
+    overrides: Overrides = None,
     preset: Preset = "cpu",
-    run_dir: Annotated[
-        str | None, typer.Option(help="Where the run is kept [default: runs/<preset>-<task>-<time>].")
-    ] = None,
+    run_dir: RunDirOption = None,
     task: Annotated[str | None, typer.Option(help="circles, digits or folder (same as mmqa.task=...).")] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Training steps (same as trainer.total_training_steps=...).")
-    ] = None,
+    steps: Steps = None,
     resume: Annotated[str | None, typer.Option(help="auto: go on with the run in --run-dir; never: refuse to.")] = None,
     dry_run: Annotated[bool, typer.Option(help="Compose and check the configuration, start nothing.")] = False,
 ) -> None:
@@ -33,7 +35,23 @@ def train(
     if dry_run:
         from omegaconf import OmegaConf
 
-        config = run.plan(preset, overrides or (), task=task, steps=steps)
-        typer.echo(OmegaConf.to_yaml(config, resolve=False))
+        typer.echo(OmegaConf.to_yaml(run.plan(preset, overrides or (), task=task, steps=steps), resolve=False))
         return
     run.train(preset, overrides or (), run_dir=run_dir, task=task, steps=steps, resume=resume)
+
+
+def config(
+    overrides: Overrides = None,
+    preset: Preset = "cpu",
+    everything: Annotated[bool, typer.Option("--all", help="The whole composed configuration.")] = False,
+) -> None:
+    """Print the resolved rollout section of a preset, to copy into another project."""
+    from omegaconf import OmegaConf
+
+    from agent.training import config as configs
+
+    composed = configs.compose(preset, overrides or ())
+    if everything:
+        typer.echo(OmegaConf.to_yaml(composed, resolve=False))
+        return
+    typer.echo(configs.rollout_section(composed, preset))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ MMQA_DEFAULTS: dict[str, Any] = {
     "max_logprob_gap": 0.1,  # nats a token between engine and actor, above which the first step stops the run
     "max_failed_rollouts": 0.5,  # share of a step's rollouts that may fail before the run stops
     "poll_interval_seconds": 0.5,
-    "controller_slots": 50,
+    "controller": "local",  # local: in-process, see dispatch.py; agl: Agent Lightning's, a process a rollout
+    "controller_slots": 512,  # rollouts in work at a time
     "agent_class": "agent.loop.MultimodalQAAgent",
     "agent": {
         "instruction": None,
@@ -104,13 +106,8 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             value = yaml.safe_load(text)
         except yaml.YAMLError:
             raise InputError(f"override {one!r}: the value is not valid YAML; quote it") from None
-        if isinstance(value, str):  # YAML 1.1 reads "4e-4" as text
-            try:
-                value = (
-                    float(value) if set(value) <= set("0123456789.eE+-") and any(c.isdigit() for c in value) else value
-                )
-            except ValueError:
-                pass
+        if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+            value = float(value)  # YAML 1.1 reads "4e-4" as text
         node = result
         *parents, last = key.split(".")
         for parent in parents:
@@ -168,3 +165,37 @@ def _check_kinds(known: Any, given: Any, path: str = "") -> None:
             continue
         if not good and not (isinstance(value, str) and value.startswith("${")) and value is not None:
             raise InputError(f"{full}={value}: expected {type(default).__name__} as in the default {default}")
+
+
+_WHY = {
+    "enable_prefix_caching": "off: this vLLM is in the range of the cache desync (mm-cache-desync)",
+    "mm_processor_cache_gb": "0: a pause or sleep clears only the engine's side of this cache (mm-cache-desync)",
+    "enable_sleep_mode": "false: the platform cannot sleep (CPU), the engine is paused instead",
+    "free_cache_engine": "whether the engine gives its memory back while the actor trains",
+    "limit_mm_per_prompt": "images in one prompt, over all turns",
+    "n": "rollouts a prompt: the GRPO group",
+}
+
+
+def rollout_section(config: Any, preset: str) -> str:
+    """What the preset and the cache-safe settings put under ``actor_rollout_ref.rollout``, as YAML with reasons."""
+    layer, _ = read_preset(preset)
+    keys = set(layer.get("actor_rollout_ref", {}).get("rollout", {})) | set(cache_safe_rollout())
+    from omegaconf import OmegaConf
+
+    chosen = {
+        key: value
+        for key, value in OmegaConf.to_container(config.actor_rollout_ref.rollout, resolve=False).items()
+        if key in keys
+    }
+    text = yaml.safe_dump({"actor_rollout_ref": {"rollout": chosen}}, sort_keys=False)
+    shown = []
+    for line in text.splitlines():
+        why = _WHY.get(line.strip().split(":")[0].strip("'"))
+        shown.append(f"{line}  # {why}" if why else line)
+    safe = (
+        "adds nothing: this vLLM is not affected"
+        if not cache_safe_rollout()
+        else "its lines are marked mm-cache-desync"
+    )
+    return "\n".join([f"# preset {preset}; cache_safe_rollout() {safe}", *shown])

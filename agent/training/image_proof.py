@@ -65,8 +65,8 @@ def problem(proof: dict[str, Any], images_expected: bool, max_gap: float) -> str
         missing = proof["rows"] - proof["rows_with_pixels"]
         if missing:
             return (
-                f"{missing} of {proof['rows']} rows reached the actor without pixel tensors: the model would be trained "
-                "on text alone; look for '[multimodal-patch]' lines in trainer.log"
+                f"{missing} of {proof['rows']} rows reached the actor without pixel tensors: the model would be "
+                "trained on text alone; look for '[multimodal-patch]' lines in trainer.log"
             )
         if proof["blank_shift_max"] < 1e-6:
             return (

@@ -19,7 +19,7 @@ NEEDED = (
     (
         "agentlightning",
         ">=1.0.2,<1.1",
-        "1.0.0 and 1.0.1 drop every picture silently",
+        "1.0.0 and 1.0.1 drop every picture",
         "image-part-format-not-extracted",
     ),
     ("verl", ">=0.8,<0.9", "agentlightning 1.0.x needs the trainer of verl 0.8", "verl09-taskrunner-gone"),

@@ -90,7 +90,7 @@ def prepare(run: RunDir, config: Any, display: Display) -> None:
     data.write_rows(run, config, display.say)
     if config.actor_rollout_ref.model.path == "tiny":
         display.waiting("the tiny model")
-        recipe = tiny_vlm.Recipe(config.mmqa.task, seed=config.mmqa.seed)
+        recipe = tiny_vlm.Recipe(config.mmqa.task)
         config.actor_rollout_ref.model.path = str(tiny_vlm.ensure(recipe, display.say))
     OmegaConf.save(config, run.config)
     write_json(run.versions, versions())

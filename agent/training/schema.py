@@ -34,18 +34,17 @@ def package_dir(name: str) -> Path | None:
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
 
+def _annotated(node: ast.ClassDef) -> set[str]:
+    return {i.target.id for i in node.body if isinstance(i, ast.AnnAssign) and isinstance(i.target, ast.Name)}
+
+
 def _class_fields(folder: Path) -> dict[str, tuple[list[str], set[str]]]:
     classes: dict[str, tuple[list[str], set[str]]] = {}
     for file in sorted(folder.glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
-                own = {
-                    item.target.id
-                    for item in node.body
-                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-                }
-                classes[node.name] = (bases, own)
+                classes[node.name] = (bases, _annotated(node))
     return classes
 
 
@@ -78,7 +77,7 @@ def vllm_arguments() -> frozenset[str]:
 
 
 def refuse_unknown(given: Mapping[str, Any], base: Mapping[str, Any], where: str, path: str = "") -> None:
-    """Raise ``InputError`` for the first key of ``given`` that ``base`` does not know, with the nearest one that it does.
+    """Raise ``InputError`` for the first key of ``given`` that ``base`` does not know, with the nearest known one.
 
     ``where`` names the source (a file or "the command line"). Nothing below the paths in ``OPEN`` is looked at.
     """

@@ -81,7 +81,10 @@ class Services:
 
     def environment(self) -> dict[str, str]:
         """What every process of the attempt gets beside the caller's environment."""
-        env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}  # never join another cluster
+        cpu = self.config.mmqa.backend == "cpu"
+        # join no other Ray cluster; Ray would count the cpu preset's pretended GPU against CUDA_VISIBLE_DEVICES
+        dropped = {"RAY_ADDRESS"} | ({"CUDA_VISIBLE_DEVICES"} if cpu else set())
+        env = {name: value for name, value in os.environ.items() if name not in dropped}
         env |= {
             RUN_ENV: str(self.run.root),
             ATTEMPT_ENV: str(self.attempt),
@@ -93,14 +96,13 @@ class Services:
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
         }
-        if self.config.mmqa.backend == "cpu":
+        if cpu:
             env |= {
                 cpu_backend.ENV: "1",
                 "HF_HUB_OFFLINE": "1",
                 "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
             }
         return env
 
@@ -133,7 +135,18 @@ class Services:
         raise RunFailed("five ports in a row were taken before the gateway could bind one", slug="gateway-port-taken")
 
     def start_controller(self) -> None:
-        """Start Agent Lightning's controller, which starts one agent process for each rollout."""
+        """Start the in-process controller, or (``mmqa.controller=agl``) Agent Lightning's, a process a rollout."""
+        if self.config.mmqa.controller == "local":
+            env = self.environment() | self.agent_environment() | {"AGL_KEY": self.key}
+            command = [
+                sys.executable,
+                "-m",
+                "agent.training.dispatch",
+                self.url,
+                str(self.config.mmqa.controller_slots),
+            ]
+            self.started["controller"] = Service.start("controller", command, self.folder / "controller.log", env)
+            return
         self._start(
             "controller",
             "from agentlightning.controller.__main__ import main; main()",

@@ -68,7 +68,8 @@ class Origin:
 class Signature:
     """One text by which a log line is known: a literal, or a regular expression with a literal it cannot do without.
 
-    ``role`` is ``note`` for a line that also stands in healthy logs; from ``min_count`` such lines on it is a cause.
+    ``role`` is ``note`` for a line that also stands in healthy logs; from ``min_count`` such lines on it is a cause
+    (with a ``min_count`` of 1 it stays a note). A later line that matches ``cleared_by`` takes the lines before it back.
     """
 
     needs: str
@@ -77,6 +78,15 @@ class Signature:
     logs: tuple[str, ...]
     role: str
     min_count: int
+    cleared_by: str | None = None
+
+    @cached_property
+    def _clearing(self) -> re.Pattern[str] | None:
+        return re.compile(self.cleared_by, re.ASCII) if self.cleared_by else None
+
+    def cleared(self, line: str) -> bool:
+        """Whether the line says that what the signature found is over."""
+        return self._clearing is not None and self._clearing.search(line) is not None
 
     @cached_property
     def _compiled(self) -> re.Pattern[str]:
@@ -162,15 +172,15 @@ def _origin(data: dict[str, Any], default_text: str) -> Origin:
 
 
 def _signature(data: dict[str, Any]) -> Signature:
-    _known(data, {"literal", "regex", "needs", "origin", "in", "role", "min_count"}, "signature")
-    regex = data.get("regex")
+    _known(data, {"literal", "regex", "needs", "origin", "in", "role", "min_count", "cleared_by"}, "signature")
+    regex, cleared_by = data.get("regex"), data.get("cleared_by")
     needs = data.get("needs") if regex else data.get("literal")
     if not needs or ("literal" in data) == (regex is not None):
         raise EntryError("a signature has either a literal, or a regex with the literal it needs (needs:)")
-    if regex:
-        if _NOT_PORTABLE.search(regex):
-            raise EntryError(f"regex {regex!r} is outside what Python and JavaScript read alike")
-        re.compile(regex, re.ASCII)
+    for expression in filter(None, (regex, cleared_by)):
+        if _NOT_PORTABLE.search(expression):
+            raise EntryError(f"regex {expression!r} is outside what Python and JavaScript read alike")
+        re.compile(expression, re.ASCII)
     origins = data.get("origin") or []
     origins = [origins] if isinstance(origins, dict) else origins
     return Signature(
@@ -180,6 +190,7 @@ def _signature(data: dict[str, Any]) -> Signature:
         logs=tuple(_one_of(log, LOGS, "in") for log in _strings(data.get("in"))),
         role=_one_of(data.get("role", "cause"), ROLES, "role"),
         min_count=int(data.get("min_count", 1)),
+        cleared_by=cleared_by,
     )
 
 

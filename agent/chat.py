@@ -80,12 +80,14 @@ class Chat:
         key: str = "",
         event_url: str | None = None,
         *,
+        model: str = "auto",
         client: httpx.AsyncClient | None = None,
         timeout: float = 300.0,
         retries: int = RETRIES,
     ) -> None:
         self._url = base_url.rstrip("/") + "/chat/completions"
         self._event_url = event_url
+        self._model = model  # the gateway puts its own in place of "auto"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         client = client or _shared
         self._client = client or httpx.AsyncClient(timeout=timeout, trust_env=False)
@@ -101,7 +103,7 @@ class Chat:
 
     async def complete(self, messages: list[dict[str, Any]], **parameters: Any) -> Reply:
         """Ask for one reply. Raises ``ChatError`` on a refusal (4xx) or when the attempts are used up."""
-        body = {"model": "auto", "messages": messages, **parameters}
+        body = {"model": self._model, "messages": messages, **parameters}
         problem = ""
         for attempt in range(1, self._retries + 2):
             retry_after = None

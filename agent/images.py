@@ -7,6 +7,7 @@ are shrunk here and nowhere else. The file is a PNG named by its pixels; its ref
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import os
 import tempfile
@@ -128,3 +129,27 @@ class ImageStore:
     def open(self, reference: str) -> Image.Image:
         """Decode a stored picture as engine and trainer do."""
         return open_image(self.path(reference)).convert("RGB")
+
+
+class InlineImages:
+    """The same normalisation without a folder: pictures travel as ``data:`` references (for a remote endpoint)."""
+
+    def __init__(self, max_pixels: int = MAX_PIXELS) -> None:
+        self.max_pixels = max_pixels
+
+    def put(self, source: Image.Image | str | Path | bytes, name: str | None = None) -> str:
+        """Normalise ``source`` and return it as a ``data:image/png`` reference."""
+        image = source if isinstance(source, Image.Image) else open_image(source, name)
+        buffer = BytesIO()
+        normalise(image, self.max_pixels).save(buffer, "PNG")
+        return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+    def path(self, reference: str) -> str:
+        """``reference`` itself if it is one of ``put``'s; ``ImageError`` otherwise."""
+        if not reference.startswith("data:image/png;base64,"):
+            raise ImageError(f"image {reference[:80]}: only inline pictures are sent here")
+        return reference
+
+    def open(self, reference: str) -> Image.Image:
+        """Decode an inline picture."""
+        return open_image(base64.b64decode(self.path(reference).partition(",")[2])).convert("RGB")

@@ -20,8 +20,10 @@ from typing import Any
 
 from agent import prompts, tools
 from agent.chat import Chat
-from agent.images import ImageStore
+from agent.images import ImageError, ImageStore, InlineImages
 from agent.rewards import Score, as_reward, score
+
+INLINE = "inline"  # as MMQA_IMAGE_ROOT: there is no store, pictures travel inside the messages
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,7 @@ class MultimodalQAAgent:
         server or a bug in the scoring is not taken for a wrong answer.
         """
         env = self.environ
-        async with Chat(
-            env["AGL_OPENAI_BASE_URL"], env.get("AGL_KEY", ""), env["AGL_EVENT_URL"]
-        ) as chat:
+        async with Chat(env["AGL_OPENAI_BASE_URL"], env.get("AGL_KEY", ""), env["AGL_EVENT_URL"]) as chat:
             transcript, result, error = Transcript(), None, None
             row: dict[str, Any] = {}
             try:
@@ -88,7 +88,8 @@ class MultimodalQAAgent:
         self, chat: Chat, row: Mapping[str, Any], settings: AgentSettings, transcript: Transcript
     ) -> None:
         """Ask until the model answers or ``max_turns`` is reached; fills ``transcript`` as it goes."""
-        store = ImageStore(self.environ["MMQA_IMAGE_ROOT"]) if self.environ.get("MMQA_IMAGE_ROOT") else None
+        root = self.environ.get("MMQA_IMAGE_ROOT")
+        store = InlineImages() if root == INLINE else ImageStore(root) if root else None
         images = check_references(row.get("images") or [], store, settings.allow_remote_images)
         transcript.images.extend(images)
         may_zoom = settings.max_turns > 1 and store is not None and bool(images)
@@ -112,15 +113,13 @@ class MultimodalQAAgent:
         )
 
 
-def check_references(images: list[str], store: ImageStore | None, allow_remote: bool) -> list[str]:
+def check_references(images: list[str], store: ImageStore | InlineImages | None, allow_remote: bool) -> list[str]:
     """Return ``images``; raises ``ImageError`` (an ``InputError``) for a reference that this run must not load."""
     for reference in images:
         remote = reference.startswith(("data:", "http://", "https://"))
         if remote and allow_remote:
             continue
         if store is None:
-            from agent.images import ImageError
-
             raise ImageError(f"image {reference[:80]}: MMQA_IMAGE_ROOT is not set, so no file may be read")
         store.path(reference)
     return images

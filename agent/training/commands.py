@@ -18,6 +18,7 @@ def register(app: typer.Typer) -> None:
     """Add this part's commands to ``mmqa``."""
     app.command()(train)
     app.command()(config)
+    app.command()(ask)
 
 
 def train(
@@ -55,3 +56,28 @@ def config(
         typer.echo(OmegaConf.to_yaml(composed, resolve=False))
         return
     typer.echo(configs.rollout_section(composed, preset))
+
+
+def ask(
+    image: Annotated[str, typer.Argument(help="A picture file.")],
+    question: Annotated[str, typer.Argument(help="What to ask about it.")],
+    url: Annotated[str, typer.Option(help="Base address of an OpenAI-compatible endpoint, ending in /v1.")],
+    model: Annotated[str, typer.Option(help="The model's name at that endpoint.")],
+    turns: Annotated[int, typer.Option(help="Model calls at most; from 2 on the model may zoom.", min=1)] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Ask one question about a picture, with the loop that training uses (key in OPENAI_API_KEY)."""
+    import json
+    import os
+
+    from agent.ask import ask as ask_model
+    from agent.loop import AgentSettings
+
+    key = os.environ.get("OPENAI_API_KEY", "")
+    asked = ask_model(image, question, url=url, model=model, key=key, settings=AgentSettings(max_turns=turns))
+    if as_json:
+        typer.echo(json.dumps({"replies": asked.replies, "answer": asked.answer.value, "form": asked.answer.form}))
+        return
+    for reply in asked.replies:
+        typer.echo(reply)
+    typer.echo(f"answer: {asked.answer.value!r} ({asked.answer.form})")

@@ -92,18 +92,6 @@ def _resource_name(device: Any) -> None:
     device.get_resource_name = lambda: "GPU"
 
 
-@_after_import("verl.utils.attention_utils")
-def _padding_functions(attention_utils: Any) -> None:
-    """``_get_attention_functions`` imports flash_attn; verl's own pure-torch twins do the same."""
-
-    def functions() -> tuple[Any, Any, Any, Any]:
-        from verl.utils import npu_flash_attn_utils as twins
-
-        return twins.index_first_axis, twins.pad_input, twins.rearrange, twins.unpad_input
-
-    attention_utils._get_attention_functions = functions
-
-
 @_after_import("verl.utils.distributed")
 def _process_group(distributed: Any) -> None:
     """``initialize_global_process_group_ray`` builds "cpu:gloo,cpu:nccl"; a CPU has gloo alone."""

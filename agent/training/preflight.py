@@ -83,13 +83,17 @@ def check_batch(config: Any) -> None:
             "multiple",
             slug=slug,
         )
-    micro = actor.ppo_micro_batch_size_per_gpu
-    if not actor.use_dynamic_bsz and micro and (mini * n // gpus) % micro:
-        raise InputError(
-            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro} does not divide the {mini * n // gpus} rows "
-            "of a mini-batch on one GPU",
-            slug=slug,
-        )
+    if not actor.use_dynamic_bsz:
+        for key, micro in (
+            ("actor.ppo_micro_batch_size_per_gpu", actor.ppo_micro_batch_size_per_gpu),
+            ("rollout.log_prob_micro_batch_size_per_gpu", rollout.log_prob_micro_batch_size_per_gpu),
+        ):
+            if micro and (mini * n // gpus) % micro:
+                raise InputError(
+                    f"actor_rollout_ref.{key}={micro} does not divide the {mini * n // gpus} rows of a mini-batch on "
+                    "one GPU",
+                    slug=slug,
+                )
     if config.mmqa.train_samples < batch:
         raise InputError(
             f"mmqa.train_samples={config.mmqa.train_samples} is smaller than data.train_batch_size={batch}: "

@@ -96,6 +96,10 @@ class Services:
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
         }
+        if self.config.trainer.nnodes == 1:
+            # Ray then takes 127.0.0.1 for this node's address, and with it verl's vLLM server (Ray replaces a loopback
+            # address that it is given in any other way)
+            env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         if cpu:
             env |= {
                 cpu_backend.ENV: "1",

@@ -19,8 +19,6 @@ def prepare(config: Any, run: RunDir, url: str) -> Any:
     config.trainer.default_local_dir = str(run.checkpoints)
     ray_init = config.ray_kwargs.ray_init
     ray_init.include_dashboard = False
-    if config.trainer.nnodes == 1:
-        ray_init["_node_ip_address"] = "127.0.0.1"  # Ray, vLLM's server and the weight transfer stay on loopback
     ray_init.runtime_env = {"worker_process_setup_hook": "agent.training.ray_setup.setup"}
     kwargs = config.actor_rollout_ref.rollout.engine_kwargs.vllm
     kwargs.allowed_local_media_path = str(run.images)

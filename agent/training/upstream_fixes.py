@@ -5,6 +5,7 @@ Registered like those of ``cpu_backend``: each is applied right after the module
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 
@@ -16,6 +17,8 @@ def install() -> None:
         return
     install.done = True  # type: ignore[attr-defined]
     wrapt.register_post_import_hook(_equal_length_rows, "verl.workers.utils.padding")
+    if importlib.util.find_spec("flash_attn") is None:
+        wrapt.register_post_import_hook(_padding_functions, "verl.utils.attention_utils")
     wrapt.register_post_import_hook(_guarded_trainer, "agentlightning.verl.trainer")
 
 
@@ -39,6 +42,20 @@ def _equal_length_rows(padding: Any) -> None:
         return out
 
     padding.left_right_2_no_padding = left_right_2_no_padding
+
+
+def _padding_functions(attention_utils: Any) -> None:
+    """``_get_attention_functions`` (verl 0.8.0) imports flash_attn even with another attention implementation.
+
+    Its own pure-torch twins, kept for another device, do the same.
+    """
+
+    def functions() -> tuple[Any, Any, Any, Any]:
+        from verl.utils import npu_flash_attn_utils as twins
+
+        return twins.index_first_axis, twins.pad_input, twins.rearrange, twins.unpad_input
+
+    attention_utils._get_attention_functions = functions
 
 
 def _guarded_trainer(module: Any) -> None:

@@ -1,0 +1,93 @@
+"""Run directory, progress events, display, summary."""
+
+import io
+import json
+
+from rich.console import Console
+
+from agent.training.display import Display, describe, duration, trend
+from agent.training.progress import Follower, Progress
+from agent.training.rundir import RunDir, append_jsonl, read_jsonl, write_json
+from agent.training.summary import latest_per_step, lines, sparkline, what_rose
+
+
+def test_attempts_are_numbered_and_latest_follows(tmp_path):
+    run = RunDir(tmp_path / "r")
+    assert not run.exists()
+    assert [run.new_attempt(), run.new_attempt()] == [1, 2]
+    assert run.attempts() == [1, 2] and run.exists()
+    assert (run.root / "attempts" / "latest").resolve() == run.attempt(2).resolve()
+
+
+def test_a_line_cut_short_is_left_out(tmp_path):
+    file = tmp_path / "m.jsonl"
+    append_jsonl(file, {"step": 1})
+    with file.open("a") as out:
+        out.write('{"step": 2, "rew')
+    assert read_jsonl(file) == [{"step": 1}] and read_jsonl(tmp_path / "none.jsonl") == []
+
+
+def test_write_json_replaces_whole(tmp_path):
+    write_json(tmp_path / "s.json", {"a": 1})
+    write_json(tmp_path / "s.json", {"a": 2})
+    assert json.loads((tmp_path / "s.json").read_text()) == {"a": 2}
+    assert [one.name for one in tmp_path.iterdir()] == ["s.json"]
+
+
+def test_the_follower_waits_for_whole_lines(tmp_path):
+    file = tmp_path / "progress.jsonl"
+    follower = Follower(file)
+    assert list(follower.new()) == []
+    Progress(file).emit("rollout", step=1, done=0, total=8)
+    with file.open("a") as out:
+        out.write('{"phase": "step", ')
+    assert [event["phase"] for event in follower.new()] == ["rollout"]
+    with file.open("a") as out:
+        out.write('"step": 1}\n')
+    assert [event["step"] for event in follower.new()] == [1]
+    assert list(follower.new()) == []
+
+
+def test_words_for_times_and_phases():
+    assert [duration(s) for s in (0, 59.4, 61, 3599, 7500)] == [
+        "0 s",
+        "59 s",
+        "1 min 01 s",
+        "59 min 59 s",
+        "2 h 05 min",
+    ]
+    assert describe({"phase": "rollout", "step": 3, "done": 5, "total": 64}, 40) == "step 3/40: rollouts 5/64"
+    assert trend([0.1] * 5 + [0.5] * 5) == "0.10 -> 0.50" and trend([0.1] * 9) == ""
+
+
+def test_a_log_shows_reward_trend_and_time_left():
+    out = io.StringIO()
+    display = Display(20, Console(file=out, force_terminal=False, width=200))
+    for step in range(1, 11):
+        display.event({"phase": "step", "step": step, "reward": step / 20, "seconds": 2.0})
+    last = out.getvalue().splitlines()[-1]
+    assert "step  10/20" in last and "reward 0.50" in last and "trend 0.15 -> 0.40" in last and "20 s left" in last
+
+
+def test_summary_takes_the_newest_attempt_of_a_step(tmp_path):
+    run = RunDir(tmp_path)
+    for step, attempt, reward in [(1, 1, 0.1), (2, 1, 0.2), (2, 2, 0.4), (3, 2, 0.9)]:
+        append_jsonl(run.metrics, {"step": step, "attempt": attempt, "training/reward": reward})
+    steps = latest_per_step(read_jsonl(run.metrics))
+    assert [one["training/reward"] for one in steps] == [0.1, 0.4, 0.9]
+    assert "first third 0.10, last third 0.90" in lines(run)[0]
+
+
+def test_what_rose_keeps_form_and_seeing_apart():
+    def at(seeing, form):
+        return {"val/accuracy_any_form": seeing, "val/wanted_form": form}
+
+    assert "what rose: the form of the answer  (" in what_rose(at(0.9, 0.5), at(0.91, 1.0))
+    assert "what rose: the seeing  (" in what_rose(at(0.5, 1.0), at(0.8, 1.0))
+    assert "the seeing and the form" in what_rose(at(0.5, 0.5), at(0.8, 1.0))
+    assert "nothing clearly" in what_rose(at(0.5, 0.5), at(0.5, 0.5))
+
+
+def test_sparkline():
+    assert sparkline([]) == "" and sparkline([1, 1]) == "▁▁" and sparkline([0, 1]) == "▁█"
+    assert len(sparkline(list(range(1000)), width=40)) == 40

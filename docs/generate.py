@@ -21,6 +21,7 @@ from typer.models import ArgumentInfo, OptionInfo
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 
+SHOWN_PRESETS = ("cpu", "qwen3_vl_2b", "qwen3_vl_2b_8gpu")
 SEVERITY = {
     "crash": "stops the run",
     "hang": "waits for ever",
@@ -147,20 +148,18 @@ def upstream_keys() -> str:
     """Keys of verl and Agent Lightning that the presets set, with their values."""
     import yaml
 
-    presets = {file.stem: _flat(yaml.safe_load(file.read_text(encoding="utf-8"))) for file in _preset_files()}
+    files = {file.stem: file for file in sorted((ROOT / "examples/configs").glob("*.yaml"))}
+    presets = {name: _flat(yaml.safe_load(files[name].read_text(encoding="utf-8"))) for name in SHOWN_PRESETS}
     keys = sorted({key for preset in presets.values() for key in preset if not key.startswith("mmqa.")})
     lines = [
-        "| key | " + " | ".join(f"preset {name}" for name in presets) + " |",
+        f"Presets: {', '.join(f'`{name}`' for name in files)}. Shown are {len(presets)} of them.\n",
+        "| key | " + " | ".join(presets) + " |",
         "|---|" + "---|" * len(presets),
     ]
     for key in keys:
         shown = [_value(preset.get(key)) for preset in presets.values()]
         lines.append(f"| `{key}` | " + " | ".join(shown) + " |")
     return "\n".join(lines)
-
-
-def _preset_files() -> list[Path]:
-    return sorted((ROOT / "examples/configs").glob("*.yaml"))
 
 
 def _flat(tree: dict[str, Any], path: str = "") -> dict[str, Any]:

@@ -1,0 +1,147 @@
+// The same reading of a log as `mmqa diagnose`, on the same catalogue (assets/catalogue.json): find the lines that carry
+// a signature, clean them as agent/symptoms/clean.py does, and name the first real cause. No page of its own; used by
+// the search field and by the page "Paste a log".
+var Diagnose = (function () {
+  "use strict";
+  const SLICE = 4 << 20; // bytes of a file read at a time
+  const WINDOW = 4096; // characters of a very long line kept on each side of a literal
+  const ENOUGH = 1000; // matches of a signature after which further lines are counted without a closer look
+  const TRACE = "Traceback (most recent call last)";
+  const TRACE_LINES = 400;
+  const WRITER = /\([^()]*pid=[0-9]+[^()]*\)/g;
+  const TIME = /(?:([0-9]{4})-)?([0-9]{2})-([0-9]{2})[T ]([0-9]{2}):([0-9]{2}):([0-9]{2})/;
+
+  const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+  const writer = (raw) => (raw.slice(0, 300).match(WRITER) || []).join("");
+
+  function time(raw) {
+    const found = TIME.exec(raw.slice(0, 300));
+    return found ? found[2] + "-" + found[3] + " " + found[4] + ":" + found[5] + ":" + found[6] : null;
+  }
+
+  class Catalogue {
+    constructor(data) {
+      this.anywhere = new RegExp(data.clean.anywhere, "g");
+      this.prefixes = data.clean.prefixes.map((one) => new RegExp(one));
+      this.suffix = new RegExp(data.clean.suffix);
+      this.entries = new Map();
+      this.byLiteral = new Map();
+      for (const entry of data.entries) {
+        this.entries.set(entry.slug, entry);
+        for (const one of entry.signatures) {
+          const signature = { ...one, entry, pattern: one.regex ? new RegExp(one.regex) : null };
+          if (!this.byLiteral.has(one.needs)) this.byLiteral.set(one.needs, []);
+          this.byLiteral.get(one.needs).push(signature);
+        }
+      }
+      this.finder = new RegExp([TRACE, ...this.byLiteral.keys()].map(escaped).join("|"));
+      this.literals = [...this.byLiteral.keys()];
+    }
+
+    clean(raw) {
+      let line = raw.replace(this.anywhere, "");
+      for (let before = null; before !== line; ) {
+        before = line;
+        for (const prefix of this.prefixes) line = line.replace(prefix, "");
+      }
+      return line.replace(this.suffix, "").replace(/\s+$/, "");
+    }
+
+    signaturesIn(line) {
+      const found = [];
+      for (const literal of this.literals) {
+        if (!line.includes(literal)) continue;
+        for (const one of this.byLiteral.get(literal)) if (!one.pattern || one.pattern.test(line)) found.push(one);
+      }
+      return found;
+    }
+
+    // The entry that one or a few pasted lines name, or null.
+    nameOf(text) {
+      const scan = new Scan(this, "search");
+      scan.feed(text + "\n");
+      const verdict = this.verdict([scan.done()]);
+      return verdict.first ? verdict.first.entry.slug : verdict.found.length ? verdict.found[0].entry.slug : null;
+    }
+  }
+
+  // One log, fed piece by piece; memory does not grow with its length.
+  class Scan {
+    constructor(catalogue, name) {
+      Object.assign(this, { catalogue, name, lines: 0, found: new Map(), traceback: null, tracebackLine: 0 });
+      this.rest = "";
+      this.time = null;
+      this.trace = null;
+    }
+
+    feed(text) {
+      const parts = (this.rest + text).split("\n");
+      this.rest = parts.pop();
+      if (this.rest.length > SLICE) this.rest = this.rest.slice(0, WINDOW) + this.rest.slice(-SLICE / 2);
+      for (const raw of parts) this.line(raw);
+    }
+
+    done() {
+      if (this.rest) this.line(this.rest);
+      this.rest = "";
+      if (this.trace && !this.traceback) this.traceback = this.trace.last;
+      return this;
+    }
+
+    line(raw) {
+      this.lines += 1;
+      this.time = time(raw) || this.time;
+      if (this.trace && !this.trace.over) this.follow(raw);
+      const hit = this.catalogue.finder.exec(raw);
+      if (!hit) return;
+      if (!this.trace && raw.includes(TRACE)) {
+        this.trace = { writer: writer(raw), left: TRACE_LINES, last: null, over: false };
+        this.tracebackLine = this.lines;
+      }
+      const near = raw.length > 2 * WINDOW ? raw.slice(Math.max(0, hit.index - WINDOW), hit.index + WINDOW) : raw;
+      const line = this.catalogue.clean(near);
+      for (const signature of this.catalogue.signaturesIn(line)) {
+        const known = this.found.get(signature);
+        if (known) known.count += 1;
+        else {
+          this.found.set(signature, {
+            entry: signature.entry, signature, line: this.lines, text: line.slice(0, 500), time: this.time, count: 1,
+            log: this.name,
+          });
+        }
+      }
+    }
+
+    follow(raw) {
+      const trace = this.trace;
+      if (writer(raw) !== trace.writer) return;
+      trace.left -= 1;
+      const line = this.catalogue.clean(raw);
+      if (line && !/^[ \t]/.test(line) && !line.startsWith("Traceback")) {
+        this.traceback = trace.last = line.slice(0, 500);
+        trace.over = true;
+      } else if (trace.left <= 0) trace.over = true;
+    }
+
+    get matches() {
+      return [...this.found.values()].sort((a, b) => a.line - b.line);
+    }
+  }
+
+  async function scanFile(catalogue, file, progress) {
+    const head = new Uint8Array(await file.slice(0, 4096).arrayBuffer());
+    const wide = (head[0] === 0xff && head[1] === 0xfe) || (head[0] === 0xfe && head[1] === 0xff);
+    if (!wide && head.includes(0)) throw new Error(file.name + ": not a text file");
+    const decoder = new TextDecoder(wide ? (head[0] === 0xff ? "utf-16le" : "utf-16be") : "utf-8");
+    const scan = new Scan(catalogue, file.name);
+    for (let at = 0; at < file.size; at += SLICE) {
+      scan.feed(decoder.decode(await file.slice(at, at + SLICE).arrayBuffer(), { stream: true }));
+      if (progress) progress(Math.min(1, (at + SLICE) / file.size));
+    }
+    scan.feed(decoder.decode());
+    return scan.done();
+  }
+
+  return { Catalogue, Scan, scanFile };
+})();
+if (typeof module !== "undefined") module.exports = Diagnose;

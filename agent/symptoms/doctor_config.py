@@ -1,7 +1,10 @@
-"""Read a config as people have it: YAML (nested or with dotted keys), ``key=value`` lines, or a whole start script."""
+"""Read a config as people have it: YAML (nested or with dotted keys), ``key=value`` lines, a whole start script, or a
+Python file that holds it as a dictionary (as Agent Lightning's examples do; the file is read, never run).
+"""
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -66,6 +69,8 @@ def parse(text: str, name: str) -> dict[str, Any]:
     """The nested config in ``text``; ``name`` stands in messages. Raises ``InputError``."""
     if not text.strip():
         raise InputError(f"{name}: empty")
+    if name.endswith(".py"):
+        return _dictionaries(text, name)
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -81,6 +86,25 @@ def parse(text: str, name: str) -> dict[str, Any]:
     if not overrides:
         raise InputError(f"{name}: neither a YAML mapping nor lines of the form key=value")
     return overrides
+
+
+def _dictionaries(text: str, name: str) -> dict[str, Any]:
+    """The config dictionaries written out in a Python file, later ones on top. Raises ``InputError``."""
+    try:
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Dict)]
+    except SyntaxError as error:
+        raise InputError(f"{name} line {error.lineno}: not valid Python ({error.msg})") from None
+    tree: dict[str, Any] = {}
+    for node in nodes:
+        try:
+            value = ast.literal_eval(node)
+        except ValueError:  # something in it is computed
+            continue
+        if dialect_of(value) in ("verl", "preset", "nemo"):
+            tree = merged(tree, _expanded(value))
+    if not tree:
+        raise InputError(f"{name}: no dictionary of constants with some of the keys {KNOWN}")
+    return tree
 
 
 def _overrides(source: str | list[Any]) -> dict[str, Any]:

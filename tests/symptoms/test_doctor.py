@@ -118,6 +118,20 @@ def test_nested_dotted_and_script_say_the_same() -> None:
         assert parse(text, "x") == expected, text
 
 
+def test_a_dictionary_in_a_python_file_is_read_and_not_run(tmp_path: Path) -> None:
+    text = (
+        "raise SystemExit('never run')\n"
+        "colours = {'red': 1}\n"
+        "def config():\n    return {'trainer': {'nnodes': 2}, 'agentlightning': {'agl_key': 'k'}}\n"
+        "other = {'data': {'seed': colours}}\n"
+    )
+    tree = read_config(Path(write(tmp_path, text, "train.py")))
+    assert tree == {"trainer": {"nnodes": 2}, "agentlightning": {"agl_key": "k"}}
+    for bad, expected in (("x = {'a': 1}", "no dictionary of constants"), ("x = (", "line 1: not valid Python")):
+        with pytest.raises(InputError, match=expected):
+            read_config(Path(write(tmp_path, bad, "train.py")))
+
+
 def test_shell_variables_are_unknown_and_exponents_are_numbers() -> None:
     tree = parse("a.b=1 trainer.save_freq=$FREQ\nactor.optim.lr=1e-6", "x")
     assert tree["trainer"]["save_freq"].startswith("${") and tree["actor"]["optim"]["lr"] == 1e-6

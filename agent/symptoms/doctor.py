@@ -57,7 +57,7 @@ def look_at_machine(config: Mapping[str, Any], run_dir: Path | None = None) -> M
     folder = _checkpoint_dir(settings, run_dir)
     shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     bare = Machine(environ=environ)
-    address_file = Path(ray_temp_dir(Facts(settings, {}, bare))) / "ray_current_cluster"
+    address_file = Path(ray_temp_dir(Facts(settings, {}, bare))[0]) / "ray_current_cluster"
     path = Facts(settings, {}, None).model_path
     return Machine(
         disk_free=shutil.disk_usage(folder).free,

@@ -28,8 +28,8 @@ def doctor(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="A config to check too: verl or Agent Lightning YAML (or the Python file that holds it), key=value overrides "
-            "or the script with them, NeMo-RL YAML, or a preset of this project."
+            help="A config to check too: verl or Agent Lightning YAML (or the Python file that holds it), key=value "
+            "overrides or the script with them, NeMo-RL YAML, or a preset of this project."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,

@@ -14,29 +14,33 @@ SOCKET_SUFFIX = len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_
 SOCKET_LIMIT = 107
 
 
-def ray_temp_dir(facts: Facts) -> str:
-    """Ray's temporary folder in a run with this config and environment."""
+def ray_temp_dir(facts: Facts) -> tuple[str, str]:
+    """Ray's temporary folder in a run with this config and environment, and the variable that moves it."""
     given = facts.settings.explicit("ray_kwargs.ray_init._temp_dir")
     environ = facts.machine.environ if facts.machine else {}
+    base = environ.get("TMPDIR", "/tmp").rstrip("/")
+    if facts.settings.dialect in ("none", "preset"):
+        return f"{base}/mmqa-xxxxxxxx", "TMPDIR=/tmp"  # this package makes a folder of its own for each run
     if given:
-        return str(given)
+        return str(given), "RAY_TMPDIR=/tmp/r1"
     if environ.get("RAY_TMPDIR"):
         # Agent Lightning hands RAY_TMPDIR to Ray as it is; Ray alone adds "/ray".
-        return environ["RAY_TMPDIR"].rstrip("/") + ("" if facts.agent_lightning else "/ray")
-    return environ.get("TMPDIR", "/tmp").rstrip("/") + "/ray"
+        added = "" if facts.agent_lightning else "/ray"
+        return environ["RAY_TMPDIR"].rstrip("/") + added, "RAY_TMPDIR=/tmp/r1"
+    return f"{base}/ray", "RAY_TMPDIR=/tmp/r1"
 
 
 def socket_path(facts: Facts) -> Iterator[Finding]:
     """Unix sockets: at most 107 bytes of path."""
     if facts.machine is None:
         return
-    folder = ray_temp_dir(facts)
+    folder, shorter = ray_temp_dir(facts)
     length = len(folder.encode()) + SOCKET_SUFFIX
     if length > SOCKET_LIMIT:
         yield Finding(
             f"Ray's sockets would get a path of {length} bytes (temporary folder {folder})",
             f"the kernel allows {SOCKET_LIMIT}; Ray stops with AF_UNIX path length cannot exceed 107 bytes",
-            "export RAY_TMPDIR=/tmp/r1",
+            f"export {shorter}",
             "ray-socket-path-too-long",
             "crash",
         )
@@ -139,11 +143,12 @@ def other_clusters(facts: Facts) -> Iterator[Finding]:
     if machine is None or facts.settings.dialect not in ("verl", "preset"):
         return
     own = facts.settings.explicit("ray_kwargs.ray_init.address") == "local"
-    address = machine.environ.get("RAY_ADDRESS") or machine.live_ray_address
-    if address and address != "local" and (machine.environ.get("RAY_ADDRESS") or not own):
-        source = "RAY_ADDRESS" if machine.environ.get("RAY_ADDRESS") else machine.ray_address_file
+    forced = machine.environ.get("RAY_ADDRESS", "")
+    address = forced or ("" if own else machine.live_ray_address)
+    # this package drops RAY_ADDRESS and gives each run a Ray folder of its own
+    if address and address != "local" and facts.settings.dialect == "verl":
         yield Finding(
-            f"a Ray cluster is there already: {address} ({source})",
+            f"a Ray cluster is there already: {address} ({'RAY_ADDRESS' if forced else machine.ray_address_file})",
             "ray.init joins it, with its GPUs, environment and working directory, instead of starting its own",
             "unset RAY_ADDRESS and set +ray_kwargs.ray_init.address=local",
             "ray-cluster-already-there",

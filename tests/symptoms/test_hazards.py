@@ -206,6 +206,14 @@ def test_a_model_folder_outweighs_the_name_of_the_model() -> None:
     assert "trajectory-level-with-images" not in {one.slug for one in check(config, VERSIONS, text_only)}
 
 
+def test_this_package_keeps_clear_of_other_clusters_and_of_ray_tmpdir() -> None:
+    preset = {"mmqa": {"task": "digits"}}
+    environ = {"RAY_ADDRESS": "10.0.0.1:6379", "RAY_TMPDIR": "/scratch/" + "u" * 40}
+    assert check(preset, VERSIONS, replace(MACHINE, environ=environ, live_ray_address="10.0.0.1:6379")) == []
+    found = check(preset, VERSIONS, replace(MACHINE, environ={"TMPDIR": "/scratch/" + "u" * 40}))
+    assert [(one.slug, one.change) for one in found] == [("ray-socket-path-too-long", "export TMPDIR=/tmp")]
+
+
 def test_a_failing_check_is_a_finding_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(facts: object) -> list[Any]:
         raise RuntimeError("no such thing")

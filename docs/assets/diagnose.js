@@ -5,7 +5,6 @@ var Diagnose = (function () {
   "use strict";
   const SLICE = 4 << 20; // bytes of a file read at a time
   const WINDOW = 4096; // characters of a very long line kept on each side of a literal
-  const ENOUGH = 1000; // matches of a signature after which further lines are counted without a closer look
   const TRACE = "Traceback (most recent call last)";
   const TRACE_LINES = 400;
   const WRITER = /\([^()]*pid=[0-9]+[^()]*\)/g;
@@ -29,7 +28,8 @@ var Diagnose = (function () {
       for (const entry of data.entries) {
         this.entries.set(entry.slug, entry);
         for (const one of entry.signatures) {
-          const signature = { ...one, entry, pattern: one.regex ? new RegExp(one.regex) : null };
+          const compiled = (text) => (text ? new RegExp(text) : null);
+          const signature = { ...one, entry, pattern: compiled(one.regex), clearing: compiled(one.cleared_by) };
           if (!this.byLiteral.has(one.needs)) this.byLiteral.set(one.needs, []);
           this.byLiteral.get(one.needs).push(signature);
         }
@@ -47,13 +47,22 @@ var Diagnose = (function () {
       return line.replace(this.suffix, "").replace(/\s+$/, "");
     }
 
-    signaturesIn(line) {
-      const found = [];
-      for (const literal of this.literals) {
-        if (!line.includes(literal)) continue;
-        for (const one of this.byLiteral.get(literal)) if (!one.pattern || one.pattern.test(line)) found.push(one);
-      }
-      return found;
+    // What the logs of one run say together: the earliest cause, and everything else apart from it.
+    verdict(scans) {
+      const found = scans.flatMap((scan) => scan.matches);
+      if (found.every((one) => one.time)) found.sort((a, b) => (a.time < b.time ? -1 : a.time > b.time ? 1 : 0));
+      const isNote = (one) => one.entry.severity === "noise" ||
+        (one.signature.role === "note" && (one.signature.min_count < 2 || one.count < one.signature.min_count));
+      const causes = found.filter((one) => !one.entry.consequence && !isNote(one));
+      const first = causes[0] || null;
+      return {
+        first, found,
+        consequences: found.filter((one) => one.entry.consequence),
+        others: causes.filter((one) => first && one.entry !== first.entry),
+        notes: found.filter((one) => !one.entry.consequence && isNote(one)),
+        causes: (entry) => entry.causes,
+        query: (line) => line,
+      };
     }
 
     // The entry that one or a few pasted lines name, or null.
@@ -100,15 +109,22 @@ var Diagnose = (function () {
       }
       const near = raw.length > 2 * WINDOW ? raw.slice(Math.max(0, hit.index - WINDOW), hit.index + WINDOW) : raw;
       const line = this.catalogue.clean(near);
-      for (const signature of this.catalogue.signaturesIn(line)) {
-        const known = this.found.get(signature);
-        if (known) known.count += 1;
-        else {
-          this.found.set(signature, {
-            entry: signature.entry, signature, line: this.lines, text: line.slice(0, 500), time: this.time, count: 1,
-            log: this.name,
-          });
-        }
+      for (const literal of this.catalogue.literals) {
+        if (!raw.includes(literal)) continue;
+        for (const signature of this.catalogue.byLiteral.get(literal)) this.compare(signature, line);
+      }
+    }
+
+    compare(signature, line) {
+      const known = this.found.get(signature);
+      if (!line.includes(signature.needs) || (signature.pattern && !signature.pattern.test(line))) {
+        if (known && signature.clearing && signature.clearing.test(line)) this.found.delete(signature);
+      } else if (known) known.count += 1;
+      else {
+        this.found.set(signature, {
+          entry: signature.entry, signature, line: this.lines, text: line.slice(0, 500), time: this.time, count: 1,
+          log: this.name,
+        });
       }
     }
 

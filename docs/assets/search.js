@@ -17,8 +17,11 @@
     return catalogue;
   }
 
+  // Words alone; of a line that is long enough, those of three letters and more.
   function plain(text) {
-    return text.replace(/[^\p{L}\p{N}_.]+/gu, " ").replace(/(^|\s)[._]+(?=\s|$)/g, " ").trim();
+    const words = text.split(/[^\p{L}\p{N}_.]+/u).filter((word) => /[\p{L}\p{N}]/u.test(word));
+    const longer = words.filter((word) => word.length > 2);
+    return (longer.length > 2 ? longer : words).join(" ");
   }
 
   function first(items) {

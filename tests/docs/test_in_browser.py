@@ -52,7 +52,7 @@ def test_the_search_lists_the_page_of_a_raw_log_line_first(browser: Browser, add
         tried += 1
         browser.run(
             "(async () => { const field = document.querySelector('[data-md-component=search-query]');"
-            "document.querySelector('#__search').checked = true; field.focus();"
+            "const open = document.querySelector('#__search'); if (!open.checked) open.click(); field.focus();"
             f"field.value = {json.dumps(line)}; field.dispatchEvent(new KeyboardEvent('keyup', {{bubbles: true}}));"
             "await new Promise((done) => setTimeout(done, 150)); })()"
         )
@@ -189,7 +189,7 @@ def test_the_search_takes_plain_words_too(browser: Browser, address: str) -> Non
     browser.open(f"{address}/")
     browser.run(
         "(() => { const field = document.querySelector('[data-md-component=search-query]');"
-        "document.querySelector('#__search').checked = true; field.focus(); field.value = 'resume';"
+        "document.querySelector('#__search').click(); field.focus(); field.value = 'resume';"
         "field.dispatchEvent(new KeyboardEvent('keyup', {bubbles: true})); })()"
     )
     links = "[...document.querySelectorAll('.md-search-result__list .md-search-result__item a')].map((a) => a.href)"

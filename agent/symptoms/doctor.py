@@ -47,8 +47,13 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def look_at_machine(config: Mapping[str, Any], run_dir: Path | None = None) -> Machine:
-    """The machine as it is now. What cannot be read stays ``None`` or empty; nothing here raises or waits."""
+def look_at_machine(
+    config: Mapping[str, Any], run_dir: Path | None = None, gpu_seconds: float = _NVIDIA_SMI_SECONDS
+) -> Machine:
+    """The machine as it is now. What cannot be read stays ``None`` or empty; nothing here raises.
+
+    ``gpu_seconds``: how long to wait for the driver's answer (seconds; it is slow where nothing keeps it awake).
+    """
     query = _ask_nvidia_smi()
     settings = Settings(config)
     environ = {name: os.environ[name] for name in _ENVIRONMENT if os.environ.get(name)}
@@ -71,7 +76,7 @@ def look_at_machine(config: Mapping[str, Any], run_dir: Path | None = None) -> M
         live_ray_address=_live_address(address_file),
         weight_sockets=_weight_sockets(),
         model=read_model(path) if path else None,
-        gpus=_gpus(query),
+        gpus=_gpus(query, gpu_seconds),
     )
 
 
@@ -135,12 +140,12 @@ def _ask_nvidia_smi() -> subprocess.Popen[str] | None:
     return None
 
 
-def _gpus(query: subprocess.Popen[str] | None) -> tuple[Gpu, ...]:
+def _gpus(query: subprocess.Popen[str] | None, seconds: float) -> tuple[Gpu, ...]:
     """What ``nvidia-smi`` answered in time, limited to ``CUDA_VISIBLE_DEVICES``."""
     if query is None:
         return ()
     try:
-        out, _ = query.communicate(timeout=_NVIDIA_SMI_SECONDS)
+        out, _ = query.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         query.kill()
         query.communicate()

@@ -30,6 +30,7 @@ MMQA_DEFAULTS: dict[str, Any] = {
     "poll_interval_seconds": 0.5,
     "controller": "local",  # local: in-process, see dispatch.py; agl: Agent Lightning's, a process a rollout
     "controller_slots": 512,  # rollouts in work at a time
+    "warm_start": True,  # cpu: import the stack once and fork every process from it
     "agent_class": "agent.loop.MultimodalQAAgent",
     "agent": {
         "instruction": None,

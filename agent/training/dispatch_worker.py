@@ -203,6 +203,8 @@ def isolated_main(path: str, environ: dict[str, str], rollout: str) -> None:
                 await result
 
             asyncio.run(wait())
+    except SystemExit:
+        raise
     except BaseException:
         traceback.print_exc()
         sys.exit(1)

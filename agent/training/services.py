@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.errors import RunFailed
-from agent.training import cpu_backend
+from agent.training import cpu_backend, warm
 from agent.training.rundir import RunDir
 from agent.training.trainer import ATTEMPT_ENV, KEY_ENV, RUN_ENV
 
@@ -91,6 +91,7 @@ class Services:
             KEY_ENV: str(self.key_file),
             TOKEN_ENV: self.token,
             "PYTHONUNBUFFERED": "1",
+            "RAY_worker_niceness": "0",  # Ray would run the trainer and the engine at 15, behind everything else
             "TOKENIZERS_PARALLELISM": "false",
             "NO_PROXY": f"{HOST},localhost",
             "VLLM_NO_USAGE_STATS": "1",
@@ -109,6 +110,13 @@ class Services:
                 "OMP_NUM_THREADS": "1",
             }
         return env
+
+    def start_warm(self, folder: Path) -> None:
+        """Start the server that the cpu preset's Python processes are forked from; see ``warm``."""
+        address = folder / "warm.sock"
+        command = [sys.executable, "-m", "agent.training.warm", str(address)]
+        env = self.environment() | {warm.PYTHON_ENV: str(warm.write_stand_in(folder / "python", address))}
+        self.started["warm"] = Service.start("warm", command, self.folder / "warm.log", env)
 
     def start_gateway(self) -> None:
         """Start the gateway on a free port and wait until it answers to this attempt's key and to no other.
@@ -131,6 +139,7 @@ class Services:
                 f"default_proxy.val.temperature={rollout.val_kwargs.temperature}",
             )
             if self._answers(service):
+                (self.folder / "gateway.url").write_text(self.url)
                 return
             if b"address already in use" not in service.log.read_bytes()[-20_000:].lower():
                 raise RunFailed(
@@ -164,7 +173,9 @@ class Services:
     def start_trainer(self, ray_folder: Path) -> None:
         """Start the process that runs ``run_ppo``."""
         env = self.environment() | {"RAY_TMPDIR": str(ray_folder)}
-        command = [sys.executable, "-m", "agent.training.trainer_main", str(self.run.root), self.url]
+        if "warm" in self.started:
+            env |= {warm.PYTHON_ENV: str(ray_folder / "python"), warm.PID_ENV: str(self.started["warm"].process.pid)}
+        command = [sys.executable, "-m", "agent.training.trainer_main", str(self.run.root)]
         self.started["trainer"] = Service.start("trainer", command, self.folder / "trainer.log", env)
 
     def agent_environment(self) -> dict[str, str]:
@@ -199,7 +210,7 @@ class Services:
 
     def dead(self) -> Service | None:
         """A process that has ended, the trainer last (it ends by itself when training is done)."""
-        for name in ("gateway", "controller", "trainer"):
+        for name in ("gateway", "controller", "trainer"):  # a warm server that ends only makes things slower
             service = self.started.get(name)
             if service is not None and service.exit_code is not None:
                 return service
@@ -207,7 +218,7 @@ class Services:
 
     def stop(self, seconds: float = 15.0) -> None:
         """End every process of the attempt: politely, then by force, then whatever still carries the token."""
-        services = [self.started[name] for name in ("trainer", "controller", "gateway") if name in self.started]
+        services = [self.started[name] for name in ("trainer", "warm", "controller", "gateway") if name in self.started]
         for service in services:
             if service.exit_code is None:
                 service.signal_group(signal.SIGTERM)

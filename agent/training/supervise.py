@@ -89,10 +89,14 @@ def supervise(run: RunDir, attempt: int, config: Any, display: Display) -> Outco
     ray_folder = Path(tempfile.mkdtemp(prefix="mmqa-"))  # short: Ray puts sockets below it, whose paths are limited
     with _Interrupt() as interrupt:
         try:
+            if config.mmqa.backend == "cpu" and config.mmqa.warm_start:
+                services.start_warm(ray_folder)
+            services.start_trainer(
+                ray_folder
+            )  # first: it takes the longest, and needs the gateway only when it rolls out
             display.waiting("the gateway")
             services.start_gateway()
             services.start_controller()
-            services.start_trainer(ray_folder)
             outcome = _watch(services, status, display, interrupt)
         except RunFailed as error:
             outcome = Outcome("failed", 0, str(error), error.slug)

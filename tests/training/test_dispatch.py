@@ -1,0 +1,298 @@
+"""The in-process controller against Agent Lightning's real gateway, with agents that misbehave."""
+
+import contextlib
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import httpx
+import pytest
+
+from agent.training.dispatch import AlreadyServed, rollout_environ, sole_controller
+from agent.training.dispatch_worker import load_class, wants_isolation
+
+needs_gateway = pytest.mark.skipif(
+    importlib.util.find_spec("agentlightning") is None, reason="starts the real gateway: needs the cpu or gpu extra"
+)
+HERE = Path(__file__).parent
+KEY = "a-key-for-this-test"
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Rig:
+    """One gateway and one controller."""
+
+    def __init__(self, folder):
+        self.folder, self.port = folder, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(
+            base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=30, trust_env=False
+        )
+        self.env = {**os.environ, "AGL_KEY": KEY, "PYTHONPATH": f"{HERE}:{HERE.parents[1]}", "PYTHONUNBUFFERED": "1"}
+        self.processes = []
+        self.gateway = self.start_gateway()
+        self.controller = None
+
+    def spawn(self, name, *command, **env):
+        log = (self.folder / f"{name}.log").open("ab")
+        process = subprocess.Popen(
+            [sys.executable, *command], env=self.env | env, stdout=log, stderr=log, start_new_session=True
+        )
+        self.processes.append(process)
+        return process
+
+    def start_gateway(self):
+        process = self.spawn(
+            "gateway",
+            "-c",
+            "from agentlightning.server.__main__ import main; main()",
+            "host=127.0.0.1",
+            f"port={self.port}",
+            "key=${oc.env:AGL_KEY}",
+            "default_proxy.model_name=m",
+            f"hydra.run.dir={self.folder}",
+            "hydra.output_subdir=null",
+        )
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx.TransportError):
+                self.client.get("/healthz")
+                return process
+            time.sleep(0.1)
+        raise AssertionError("the gateway did not answer")
+
+    def start_controller(self, slots=256, **constants):
+        """Start it; ``constants`` replace module constants (shorter waits, smaller limits)."""
+        code = "import sys; from agent.training import dispatch\n"
+        code += "".join(f"dispatch.{name} = {value!r}\n" for name, value in constants.items())
+        code += f"if __name__ == '__main__': sys.exit(dispatch.main([{self.url!r}, '{slots}']))\n"
+        script = self.folder / "controller_under_test.py"
+        script.write_text(code)
+        self.controller = self.spawn("controller", str(script))
+        return self.controller
+
+    def enqueue(self, agent, rows, timeout=30):
+        body = [
+            {
+                "input": row,
+                "rollout_id": uuid.uuid4().hex,
+                "config": {
+                    "timeout_seconds": timeout,
+                    "local": {"agent_class": f"fake_agents.{agent}", "env_map": {"MMQA_ROW": "input"}},
+                },
+            }
+            for row in rows
+        ]
+        return [one["rollout_id"] for one in self.client.post("/api/rollouts", json=body).json()]
+
+    def status(self, rollout):
+        return self.client.get(f"/api/rollouts/{rollout}").json()["rollout"]["status"]
+
+    def wait(self, rollouts, seconds=60):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            states = [self.status(one) for one in rollouts]
+            if all(one["state"] in ("succeeded", "failed") for one in states):
+                return states
+            time.sleep(0.05)
+        raise AssertionError(f"not done after {seconds} s: {[one['state'] for one in states]}\n{self.log()}")
+
+    def reward(self, rollout):
+        events = self.client.get(f"/api/rollouts/{rollout}/events", params={"event_type": "reward"}).json()
+        return events[-1]["data"]["value"] if events else None
+
+    def log(self, name="controller"):
+        return (self.folder / f"{name}.log").read_text()
+
+    def close(self):
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def rig(tmp_path):
+    rig = Rig(tmp_path)
+    yield rig
+    rig.close()
+
+
+@needs_gateway
+def test_rollouts_run_side_by_side_each_with_its_own_environment(rig):
+    rig.start_controller()
+    rollouts = rig.enqueue("Good", [{"id": str(i)} for i in range(40)])
+    assert {one["state"] for one in rig.wait(rollouts)} == {"succeeded"}
+    assert [rig.reward(one) for one in rollouts] == [float(i) for i in range(40)]
+    lines = re.findall(r"\[rollout (\w+)\] I am (\d+) still", rig.log())
+    assert sorted(lines) == sorted((rollout, str(i)) for i, rollout in enumerate(rollouts))
+
+
+@needs_gateway
+def test_a_new_rollout_starts_at_once(rig):
+    rig.start_controller()
+    rig.wait(rig.enqueue("Good", [{"id": "1"}]))
+    waits = []
+    for _ in range(5):
+        rollout = rig.enqueue("Good", [{"id": "2"}])[0]
+        enqueued = rig.status(rollout)["created_at"]
+        rig.wait([rollout])
+        waits.append(rig.status(rollout)["updated_at"] - enqueued)
+    assert min(waits) < 0.5  # found, run and reported; the poll alone takes 0.03 s
+
+
+@needs_gateway
+def test_errors_and_time_outs_are_told_as_upstream_tells_them(rig):
+    rig.start_controller()
+    raises, sleeps = rig.enqueue("Raises", [{"id": "1"}])[0], rig.enqueue("Sleeps", [{"id": "1"}], timeout=1)[0]
+    odd = rig.client.post("/api/rollouts", json=[{"input": {}, "config": {"timeout_seconds": 5}}]).json()[0]
+    told = [one["error_message"] for one in rig.wait([raises, sleeps, odd["rollout_id"]])]
+    assert told[0] == "subprocess exited with code 1: ValueError: no such colour"
+    assert told[1] == "local subprocess timed out"
+    assert told[2].startswith("local subprocess spawn failed: ")
+    assert f"[rollout {raises}] ValueError: no such colour" in rig.log()
+
+
+@needs_gateway
+def test_a_killed_worker_costs_nothing_but_one_more_try(rig, tmp_path):
+    rig.start_controller()
+    rollouts = rig.enqueue("KillsWorkerOnce", [{"id": str(i), "mark": str(tmp_path / "mark")} for i in range(6)])
+    states = rig.wait(rollouts)
+    assert {one["state"] for one in states} == {"succeeded"}
+    assert {one["last_attempt_id"] for one in states} == {"0", "1"}
+    assert [rig.reward(one) for one in rollouts] == [1.0] * 6
+    failed = rig.wait(rig.enqueue("KillsWorkerAlways", [{"id": "0"}]))[0]
+    assert failed["state"] == "failed" and failed["error_message"] == "subprocess exited with code -9"
+
+
+@needs_gateway
+def test_an_agent_that_blocks_its_loop_is_ended_and_others_go_on(rig):
+    rig.start_controller(DEAF_SECONDS=3.0, PING_SECONDS=0.5)
+    blocked = rig.enqueue("Blocks", [{"id": "0"}], timeout=60)[0]
+    assert rig.wait([blocked], 40)[0]["state"] == "failed"
+    assert {one["state"] for one in rig.wait(rig.enqueue("Good", [{"id": "1"}] * 4))} == {"succeeded"}
+
+
+@needs_gateway
+def test_a_worker_that_grows_is_recycled(rig):
+    rig.start_controller(RECYCLE_BYTES=300_000_000, PING_SECONDS=0.2)
+    for _ in range(6):
+        rig.wait(rig.enqueue("Leaks", [{"id": "0"}] * 4))
+        time.sleep(0.5)
+    assert "is recycled: its memory reached" in rig.log()
+    assert {one["state"] for one in rig.wait(rig.enqueue("Good", [{"id": "1"}]))} == {"succeeded"}
+
+
+@needs_gateway
+def test_agents_that_are_not_async_get_a_process_each(rig):
+    rig.start_controller()
+    rollouts = rig.enqueue("NotAsync", [{"id": "1"}, {"id": "2"}, {"id": "bad"}])
+    states = rig.wait(rollouts)
+    assert [one["state"] for one in states] == ["succeeded", "succeeded", "failed"]
+    assert states[2]["error_message"] == "subprocess exited with code 3"
+    assert len({rig.reward(one) for one in rollouts}) == 3, "three process ids"
+    late = rig.wait(rig.enqueue("NotAsyncSleeps", [{"id": "1"}], timeout=1))[0]
+    assert late["error_message"] == "local subprocess timed out"
+
+
+@needs_gateway
+def test_a_thousand_rollouts_at_once_are_taken_as_slots_allow(rig):
+    rig.start_controller(slots=64)
+    rollouts = rig.enqueue("Good", [{"id": str(i)} for i in range(1000)])
+    most, deadline = 0, time.monotonic() + 100
+    while time.monotonic() < deadline:
+        running = rig.client.get("/api/rollouts", params={"state_in": "running", "limit": 2000}).json()
+        most = max(most, len(running))
+        if rig.client.get("/api/rollouts/terminal").json()["total_terminal"] == 1000:
+            break
+        time.sleep(0.2)
+    assert 0 < most <= 64
+    assert {rig.status(one)["state"] for one in rollouts} == {"succeeded"}
+
+
+@needs_gateway
+def test_a_restarted_gateway_is_noticed(rig):
+    rig.start_controller(RECONCILE_SECONDS=0.3)
+    rollout = rig.enqueue("Sleeps", [{"id": "0"}])[0]
+    deadline = time.monotonic() + 20
+    while rig.status(rollout)["state"] != "running" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(rig.gateway.pid, signal.SIGKILL)
+    rig.gateway.wait()
+    rig.gateway = rig.start_gateway()
+    deadline = time.monotonic() + 20
+    while "no longer running at the gateway (deleted, or it restarted)" not in rig.log():
+        assert time.monotonic() < deadline, rig.log()
+        time.sleep(0.1)
+    assert {one["state"] for one in rig.wait(rig.enqueue("Good", [{"id": "1"}]))} == {"succeeded"}
+
+
+@needs_gateway
+def test_a_stopped_controller_fails_what_runs_and_leaves_no_process(rig):
+    controller = rig.start_controller()
+    rollouts = rig.enqueue("Sleeps", [{"id": "0"}]) + rig.enqueue("NotAsyncSleeps", [{"id": "0"}])
+    deadline = time.monotonic() + 20
+    while {rig.status(one)["state"] for one in rollouts} != {"running"}:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    controller.terminate()
+    assert controller.wait(20) == 0
+    told = [one["error_message"] for one in rig.wait(rollouts)]
+    assert told == ["local controller shutdown"] * 2
+    psutil = pytest.importorskip("psutil")
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if str(rig.folder / "controller_under_test.py") in process.cmdline():
+                left.append(process)
+    assert left == []
+
+
+def test_a_second_controller_refuses(rig_url="http://127.0.0.1:1"):
+    with (
+        sole_controller(rig_url),
+        pytest.raises(AlreadyServed, match="another controller already serves"),
+        sole_controller(rig_url),
+    ):
+        pass
+    with sole_controller(rig_url):
+        pass
+
+
+def test_the_environment_is_that_of_agent_lightning():
+    rollout = {
+        "rollout_id": "r1",
+        "is_train": False,
+        "input": {"a": {"b": [1, "x"]}},
+        "config": {"local": {"env_map": {"ALL": "input", "ONE": "input.a.b.1", "TWO": "input.a.b.0", "FIXED": "word"}}},
+    }
+    env = rollout_environ(rollout, "http://g", "k", 0)
+    assert env["AGL_OPENAI_BASE_URL"] == "http://g/proxy/rollout/r1/attempt/0/mode/val/openai/v1"
+    assert env["AGL_EVENT_URL"] == "http://g/api/rollouts/r1/attempt/0/events"
+    assert (env["ALL"], env["ONE"], env["TWO"], env["FIXED"]) == ('{"a": {"b": [1, "x"]}}', "x", "1", "word")
+    rollout["config"]["local"]["env_map"] = {"X": "input.a.c"}
+    with pytest.raises(ValueError, match=r"local\.env_map path not found: input\.a\.c"):
+        rollout_environ(rollout, "http://g", "k", 0)
+
+
+def test_classes_are_found_and_judged():
+    assert load_class("agent.loop:MultimodalQAAgent") is load_class("agent.loop.MultimodalQAAgent")
+    assert not wants_isolation(load_class("agent.loop.MultimodalQAAgent"))
+    with pytest.raises(TypeError, match="is not a class"):
+        load_class("agent.loop.sample")

@@ -25,7 +25,7 @@ def agent_lightning(facts: Facts) -> Iterator[Finding]:
             "1.0.0 and 1.0.1 never read the image parts of the recorded calls: the model answers with the picture and "
             "is trained without it, and no line says so",
             'pip install "agentlightning==1.0.2"',
-            "image-part-format-not-extracted",
+            "agentlightning-drops-images",
             "silent",
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agent.symptoms import hazards_verl
+from agent.symptoms import hazards_verl, load
 from agent.symptoms.doctor_config import merged, parse
 from agent.symptoms.hazards import SEVERITIES, Gpu, Machine, ModelFacts, check
 from agent.symptoms.hazards_facts import VERL_DEFAULTS, Settings
@@ -111,7 +111,7 @@ CASES = [
     Case("step-skipped-one-bad-row", "silent", "actor_rollout_ref.actor.ppo_mini_batch_size: 32"),
     Case("image-prompt-truncated", "silent", "data.max_prompt_length: null"),
     Case("old-python-gets-v0", "crash", versions={"agentlightning": "0.3.0"}, applies=False),
-    Case("image-part-format-not-extracted", "silent", versions={"agentlightning": "1.0.1"}, applies=False),
+    Case("agentlightning-drops-images", "silent", versions={"agentlightning": "1.0.1"}, applies=False),
     Case("no-verl-extra", "crash", versions={"verl": None}, applies=False),
     Case("verl09-taskrunner-gone", "crash", versions={"verl": "0.9.1"}, applies=False),
     Case("transformers-too-old-for-qwen35", "crash", "actor_rollout_ref.model.path: Qwen/Qwen3.5-2B",
@@ -122,7 +122,7 @@ CASES = [
          applies=False),
     Case("checkpoint-partial-or-disk-full", "crash", machine={"disk_free": 20 * GIB}, applies=False),
     Case("checkpoint-partial-or-disk-full", "silent", machine={"disk_free": 40 * GIB}, applies=False),
-    Case("checkpoint-partial-or-disk-full", "slow", machine={"shm_total": GIB // 16}, applies=False),
+    Case("vllm-shm-broadcast-wait", "slow", machine={"shm_total": GIB // 16}, applies=False),
     Case("ray-host-memory-kill", "crash", "actor_rollout_ref.actor.fsdp_config: {param_offload: true, "
          "optimizer_offload: true}", machine={"memory_total": 16 * GIB}),
     Case("ray-gpu-shortage", "crash", "trainer.n_gpus_per_node: 2"),
@@ -162,6 +162,13 @@ def test_found_and_gone_after_the_advised_change(case: Case) -> None:
         text = re.match(r"\[.*?\]", finding.change[finding.change.index(f"{key}=") + len(key) + 1 :])
         config = merged(config, parse(f"{key}: {text[0] if text else value}", "change"))
     assert case.slug not in {one.slug for one in check(config, versions, machine)}, finding.change
+
+
+def test_every_finding_has_its_page() -> None:
+    assert {case.slug for case in CASES} <= load().keys()
+    source = "".join(file.read_text() for file in Path(hazards_verl.__file__).parent.glob("hazards_*.py"))
+    named = set(re.findall(r'^ +"([a-z0-9]+(?:-[a-z0-9]+)+)",$', source, flags=re.MULTILINE))
+    assert len(named) > 25 and named <= {case.slug for case in CASES}, "a hazard without a case here"
 
 
 @pytest.mark.parametrize("base", [HEALTHY, NEMO, "mmqa: {task: digits}\ntrainer: {nnodes: 1}"])

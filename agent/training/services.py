@@ -34,6 +34,13 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def _secret_file(path: Path, secret: str) -> Path:
+    """Write a secret that the user alone can read."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secret)
+    return path
+
+
 @dataclass
 class Service:
     """One started process, leader of its own group; its output goes to ``log``."""
@@ -72,10 +79,8 @@ class Services:
         self.folder = run.attempt(attempt)
         self.token = uuid.uuid4().hex
         self.key = secrets.token_urlsafe(32)
-        self.key_file = self.folder / "gateway.key"
-        handle = os.open(self.key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w") as file:
-            file.write(self.key)
+        self.key_file = _secret_file(self.folder / "gateway.key", self.key)
+        self.ray_token_file = _secret_file(self.folder / "ray.token", secrets.token_hex(32))
         self.started: dict[str, Service] = {}
         self.url = ""
 
@@ -90,6 +95,8 @@ class Services:
             ATTEMPT_ENV: str(self.attempt),
             KEY_ENV: str(self.key_file),
             TOKEN_ENV: self.token,
+            "RAY_AUTH_MODE": "token",  # a token of this attempt's own, instead of one in the home folder for all runs
+            "RAY_AUTH_TOKEN_PATH": str(self.ray_token_file),
             "PYTHONUNBUFFERED": "1",
             "RAY_worker_niceness": "0",  # Ray would run the trainer and the engine at 15, behind everything else
             "TOKENIZERS_PARALLELISM": "false",
@@ -113,7 +120,7 @@ class Services:
 
     def start_warm(self, folder: Path) -> None:
         """Start the server that the cpu preset's Python processes are forked from; see ``warm``."""
-        address = folder / "warm.sock"
+        address = warm.address(folder)
         command = [sys.executable, "-m", "agent.training.warm", str(address)]
         env = self.environment() | {warm.PYTHON_ENV: str(warm.write_stand_in(folder / "python", address))}
         self.started["warm"] = Service.start("warm", command, self.folder / "warm.log", env)
@@ -228,7 +235,8 @@ class Services:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 service.process.wait(timeout=5.0)
         self._end_leftovers()
-        self.key_file.unlink(missing_ok=True)
+        for secret in (self.key_file, self.ray_token_file):
+            secret.unlink(missing_ok=True)
 
     def leftovers(self) -> list[Any]:
         """Processes that still carry this attempt's token (Ray's and vLLM's children leave their parent's group)."""

@@ -53,23 +53,50 @@ def sample_of(completed: Any) -> dict[str, Any]:
 
 
 def watched_manager(base: type, owner: Any) -> type:
-    """Agent Lightning's rollout manager, reporting to ``owner``: counts, samples, and which rollouts may be trained."""
+    """Agent Lightning's rollout manager, reporting to ``owner``: counts, samples, and which rollouts may be trained.
+
+    The stock one asks for each pending rollout in each round; with hundreds of them that keeps the gateway from its
+    work. This one follows the gateway's list of ended rollouts instead (``owner.ended_seen`` is the place in it).
+    """
 
     class WatchedManager(base):  # type: ignore[misc]
         def enqueue_and_wait_until_completed(self, data: dict[str, Any], *, is_train: bool) -> list[Any]:
-            return owner.on_completed(super().enqueue_and_wait_until_completed(data, is_train=is_train), is_train)
+            enqueued = self._create_rollouts(data, is_train=is_train)
+            pending = {one.rollout_id: one for one in enqueued}
+            completed: list[Any] = []
+            checked = time.monotonic()
+            owner.report_rollouts(0, len(enqueued), is_train)
+            while pending:
+                ended = [pending.pop(rollout) for rollout in self._newly_ended() if rollout in pending]
+                for one in ended:
+                    completed.append(self._complete(one))
+                    owner.report_rollouts(len(completed), len(enqueued), is_train)
+                if ended:
+                    checked = time.monotonic()
+                    continue
+                if time.monotonic() - checked > 5.0:  # raises if the gateway has lost it (restarted)
+                    checked = time.monotonic()
+                    self._get_rollout(next(iter(pending)))
+                time.sleep(self._poll_interval_seconds)
+            return owner.on_completed(completed, is_train)
 
-        def _create_rollouts(self, data: dict[str, Any], *, is_train: bool) -> list[Any]:
-            enqueued = super()._create_rollouts(data, is_train=is_train)
-            self._total, self._done = len(enqueued), 0
-            owner.report_rollouts(0, self._total, is_train)
-            self._is_train = is_train
-            return enqueued
+        def _newly_ended(self) -> list[str]:
+            response = self.client.get("/api/rollouts/terminal", params={"after": owner.ended_seen})
+            response.raise_for_status()
+            page = response.json()
+            owner.ended_seen = page["next_after"]
+            return [item["rollout_id"] for item in page["items"]]
 
-        def _build_completed_rollout(self, enqueued_rollout: Any, rollout: Any) -> Any:
-            self._done += 1
-            owner.report_rollouts(self._done, self._total, self._is_train)
-            return super()._build_completed_rollout(enqueued_rollout, rollout)
+        def _complete(self, enqueued: Any) -> Any:
+            rollout = self._get_rollout(enqueued.rollout_id)
+            self._record_lifecycle_timestamps(enqueued, rollout)
+            if rollout.status.state == "succeeded":
+                self._run_succeeded_hook(rollout)
+            else:
+                self._run_failed_hook(rollout)
+            completed = self._build_completed_rollout(enqueued, rollout)
+            self._delete_rollout(enqueued.rollout_id)
+            return completed
 
     return WatchedManager
 
@@ -107,6 +134,7 @@ def guarded(base: type) -> type:
 
         def fit(self) -> None:
             self._proved = False
+            self.ended_seen = 0  # how much of the gateway's list of ended rollouts was read
             self._figures: dict[str, Any] = {}
             try:
                 super().fit()

@@ -41,6 +41,7 @@ def start_ray(config: Any) -> None:
     arguments: Any = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
     arguments["runtime_env"]["py_executable"] = os.environ[warm.PYTHON_ENV]
     ray.init(_temp_dir=os.environ["RAY_TMPDIR"], **arguments)
+    warm.tell_ray(warm.address(Path(os.environ["RAY_TMPDIR"])))
 
 
 def main(root: str) -> None:

@@ -6,7 +6,10 @@ and then forks on request. What asks for a Python gets a small stand-in (``warm_
 environment, folder and open files to the server, stays until the fork ends, and ends as it ended. If no server answers,
 it becomes an ordinary Python, only slower.
 
-    python -m agent.training.warm SOCKET [MODULE ...]
+Ray's core reads its job and its raylet from the environment when it is imported, once for all forks. So Ray is started
+first, and the server imports it (and what imports it) after the driver has told both in ``SOCKET.ray``.
+
+    python -m agent.training.warm SOCKET
 
 Used by the ``cpu`` preset: a process that has touched CUDA cannot be forked.
 """
@@ -27,6 +30,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -34,13 +38,15 @@ from typing import Any
 PYTHON_ENV = "MMQA_WARM_PYTHON"  # path of the stand-in
 PID_ENV = "MMQA_WARM_PID"  # process id of the server
 RESERVED = 64  # file descriptors below are kept for the forks
-MODULES = (
-    "ray",
-    "ray._private.workers.default_worker",
+RAY_WAIT_SECONDS = 60.0
+FIRST = (
     "torch.distributed.fsdp",
     "transformers.models.qwen2_vl.modeling_qwen2_vl",
     "transformers.models.qwen2_vl.processing_qwen2_vl",
     "transformers.models.qwen2_vl.image_processing_qwen2_vl",
+)
+WITH_RAY = (
+    "ray._private.workers.default_worker",
     "verl.trainer.main_ppo",
     "verl.workers.engine_workers",
     "verl.checkpoint_engine",
@@ -58,21 +64,46 @@ MODULES = (
 )
 
 
-def write_stand_in(path: Path, address: Path) -> Path:
-    """Write the executable that acts as a Python forked from the server at ``address``."""
+def address(folder: Path) -> Path:
+    """The server's socket in an attempt's temporary folder."""
+    return folder / "warm.sock"
+
+
+def write_stand_in(path: Path, socket_path: Path) -> Path:
+    """Write the executable that acts as a Python forked from the server at ``socket_path``."""
     client = Path(__file__).with_name("warm_client.py")
-    words = [sys.executable, "-I", "-S", str(client), str(address), sys.executable]
+    words = [sys.executable, "-I", "-S", str(client), str(socket_path), sys.executable]
     path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     path.chmod(0o700)
     return path
 
 
-def _preload(modules: tuple[str, ...]) -> None:
-    from agent.training import cpu_backend, upstream_fixes
+def tell_ray(socket_path: Path) -> None:
+    """In the driver, after ``ray.init``: let the server import Ray."""
+    import ray
 
-    if cpu_backend.requested():
-        cpu_backend.install()
-    upstream_fixes.install()
+    raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
+    facts = {"RAY_JOB_ID": ray.get_runtime_context().get_job_id(), "RAY_RAYLET_PID": str(raylet)}
+    scratch = socket_path.with_suffix(".part")
+    scratch.write_text(json.dumps(facts))
+    scratch.rename(ray_facts(socket_path))
+
+
+def ray_facts(socket_path: Path) -> Path:
+    """Where the driver tells the server about Ray."""
+    return socket_path.with_suffix(".ray")
+
+
+def _wait_for_ray(socket_path: Path) -> None:
+    deadline = time.monotonic() + RAY_WAIT_SECONDS
+    while not ray_facts(socket_path).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the driver did not start Ray within {RAY_WAIT_SECONDS:.0f} s")
+        time.sleep(0.05)
+    os.environ.update(json.loads(ray_facts(socket_path).read_text()))
+
+
+def _preload(modules: tuple[str, ...]) -> None:
     for name in modules:
         try:
             importlib.import_module(name)
@@ -210,14 +241,21 @@ class Server:
 
 def main(arguments: list[str]) -> None:
     """Import, then serve. Announces itself by making the socket, so a stand-in that comes early waits for it."""
-    address, modules = arguments[0], tuple(arguments[1:]) or MODULES
+    from agent.training import cpu_backend, upstream_fixes
+
+    socket_path = Path(arguments[0])
     for _ in range(3, RESERVED):
         os.open(os.devnull, os.O_RDWR)
-    _preload(modules)
+    if cpu_backend.requested():
+        cpu_backend.install()
+    upstream_fixes.install()
+    _preload(FIRST)
+    _wait_for_ray(socket_path)
+    _preload(WITH_RAY)
     gc.collect()
     gc.freeze()  # the collector would touch, and so copy, every page that the forks share
     print(f"warm: ready, {threading.active_count()} thread(s)", flush=True)
-    Server(address).serve()
+    Server(str(socket_path)).serve()
 
 
 if __name__ == "__main__":

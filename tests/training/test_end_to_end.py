@@ -1,0 +1,184 @@
+"""A real run on the CPU: gateway, controller, trainer, verl's actor, vLLM's engine, and the tiny model.
+
+One training run of two steps serves all tests of this file; one of its rollouts fails on purpose.
+"""
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="trains for real: needs the cpu extra"),
+]
+HERE = Path(__file__).parent
+ROLLOUTS = 16  # 4 prompts, 4 rollouts each
+
+
+class Watch(threading.Thread):
+    """Looks at a run from outside while it goes on: keys, processes, listening sockets, states."""
+
+    def __init__(self, root):
+        super().__init__(daemon=True)
+        self.root, self.stop = root, threading.Event()
+        self.keys, self.modes, self.hosts, self.pids, self.states = set(), set(), set(), set(), []
+
+    def run(self):
+        while not self.stop.wait(0.5):
+            for secret in self.root.glob("attempts/*/*.key"):
+                with contextlib.suppress(OSError):
+                    self.keys.add(secret.read_text())
+                    self.modes.add(secret.stat().st_mode & 0o777)
+            with contextlib.suppress(OSError, ValueError):
+                state = json.loads((self.root / "status.json").read_text())["state"]
+                if self.states[-1:] != [state]:
+                    self.states.append(state)
+            for process in processes_of(self.root):
+                self.pids.add(process.pid)
+                with contextlib.suppress(Exception):
+                    found = process.net_connections(kind="tcp")
+                    self.hosts |= {one.laddr.ip for one in found if one.status == "LISTEN"}
+
+
+def processes_of(root):
+    import psutil
+
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get("MMQA_RUN_DIR") == str(root):
+                found.append(process)
+    return found
+
+
+def jsonl(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs") / "two-steps"
+    shm = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
+    watch = Watch(root)
+    watch.start()
+    command = [sys.executable, "-m", "agent.cli", "train", "--preset", "cpu", "--steps", "2", "--run-dir", str(root)]
+    command += [
+        "mmqa.agent_class=flaky_agent.FlakyAgent",
+        "mmqa.train_samples=32",
+        "mmqa.val_samples=8",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.rollout.n=4",
+        # a large step, so that an engine which kept the old weights would disagree with the actor afterwards
+        "actor_rollout_ref.actor.optim.lr=5e-3",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
+        "trainer.test_freq=2",
+        "trainer.save_freq=1",
+    ]
+    env = {**os.environ, "PYTHONPATH": str(HERE)}
+    started = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, env=env)
+    seconds = time.monotonic() - started
+    watch.stop.set()
+    watch.join(5)
+    logs = "".join(f"\n== {log}\n{log.read_text()[-3000:]}" for log in root.glob("attempts/1/*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    left = set(os.listdir("/dev/shm")) - shm if shm else set()
+    return {"root": root, "out": done.stdout, "err": done.stderr, "watch": watch, "seconds": seconds, "shm": left}
+
+
+def test_it_finishes_and_says_what_happened(run):
+    status = json.loads((run["root"] / "status.json").read_text())
+    assert (status["state"], status["step"], status["attempt"], status["reason"]) == ("finished", 2, 1, None)
+    assert {"starting", "rollout", "training", "saving"} <= set(run["watch"].states)
+    assert re.search(r"step +2/2 +reward \d\.\d\d", run["out"]) and "what rose:" in run["out"]
+    assert "Traceback" not in run["out"] + run["err"]
+    assert json.loads((run["root"] / "versions.json").read_text())["agentlightning"] == "1.0.2"
+    assert (run["root"] / "attempts" / "latest" / "trainer.log").exists()
+
+
+def test_the_pictures_reach_the_actor(run):
+    proof = json.loads((run["root"] / "attempts" / "1" / "image_proof.json").read_text())
+    assert proof["rows_with_pixels"] == proof["rows"] == ROLLOUTS
+    assert proof["shapes"] == {"pixel_values": [36, 1176], "image_grid_thw": [1, 3]}
+    assert proof["blank_shift_mean"] > 0.1, "blanking the pixels must change the log-probs"
+    assert proof["training/logprob_gap_mean"] < 0.01
+
+
+def test_every_step_has_its_metrics(run):
+    metrics = jsonl(run["root"] / "metrics.jsonl")
+    assert [one["step"] for one in metrics] == [0, 1, 2] and {one["attempt"] for one in metrics} == {1}
+    for one in metrics[1:]:
+        assert one["training/logprob_gap_mean"] < 0.01 and one["actor/grad_norm"] > 0
+        assert 0 <= one["training/reward"] <= 1 and one["timing_s/step"] > 0
+    assert {"val/accuracy_any_form", "val/wanted_form"} <= set(metrics[0]) & set(metrics[2])
+
+
+def test_every_rollout_leaves_a_sample(run):
+    samples = jsonl(run["root"] / "samples.jsonl")
+    for step in (1, 2):
+        assert len([one for one in samples if one["split"] == "train" and one["step"] == step]) == ROLLOUTS
+    assert len([one for one in samples if one["split"] == "val"]) == 16
+    for one in samples:
+        assert math.isfinite(one["reward"]) and one["replies"]
+        assert all(Path(url.removeprefix("file://")).parent == run["root"] / "images" for url in one["images"])
+
+
+def test_the_failed_rollout_is_not_trained_on_and_the_step_is_not_lost(run):
+    samples = jsonl(run["root"] / "samples.jsonl")
+    failed = [one for one in samples if one["state"] != "succeeded"]
+    assert len(failed) == 1 and failed[0]["error"] == "ZeroDivisionError: the scoring bug"
+    first = next(one for one in jsonl(run["root"] / "metrics.jsonl") if one["step"] == failed[0]["step"])
+    assert first["train/n_rollouts_failed"] == 1
+    assert first["training/n_rows_filled"] == 1 and first["training/n_sample_trained"] == ROLLOUTS
+
+
+def test_the_refit_puts_the_new_weights_into_the_engine(run):
+    """The engine sampled step 2 with weights that agree with the actor's, and those differ from the first ones."""
+    import torch
+    from safetensors.torch import load_file
+
+    config = (run["root"] / "config.yaml").read_text()
+    first = load_file(Path(re.search(r"path: (\S*tiny-vlm\S*)", config).group(1)) / "model.safetensors")
+    state = torch.load(run["root"] / "checkpoints/global_step_1/actor/model_world_size_1_rank_0.pt", weights_only=False)
+    moved = {}
+    for name, value in state.items():
+        full = value.full_tensor() if hasattr(value, "full_tensor") and not hasattr(value, "to_local") else value
+        full = full.to_local() if hasattr(full, "to_local") else full
+        match = next((one for one in first if one.removeprefix("model.") in name or name.endswith(one)), None)
+        if match and first[match].shape == full.shape:
+            moved[match] = (full.float() - first[match].float()).abs().max().item()
+    assert len(moved) > 20 and max(moved.values()) > 1e-3, moved
+    assert any("visual" in name and change > 1e-3 for name, change in moved.items()), "the vision tower is trained too"
+    steps = {one["step"]: one for one in jsonl(run["root"] / "metrics.jsonl")}
+    # log-probs of the two policies differ by far more than engine and actor do
+    assert steps[2]["training/logprob_gap_mean"] < 0.01 < steps[1]["actor/lr"] * 10
+
+
+def test_nothing_is_left_behind(run):
+    assert processes_of(run["root"]) == [] and len(run["watch"].pids) > 5
+    assert not [name for name in run["shm"] if "verl" in name or "vllm" in name]
+    assert list((run["root"] / "attempts" / "1").glob("*.key")) == []
+
+
+def test_servers_listen_on_loopback_alone(run):
+    assert run["watch"].hosts and all(host.startswith("127.") or host == "::1" for host in run["watch"].hosts)
+
+
+def test_the_key_is_the_users_alone_and_in_no_file(run):
+    assert len(run["watch"].keys) == 1 and run["watch"].modes == {0o600}
+    key = run["watch"].keys.pop()
+    holders = [file for file in run["root"].rglob("*") if file.is_file() and key.encode() in file.read_bytes()]
+    assert holders == []

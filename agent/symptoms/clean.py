@@ -10,12 +10,13 @@ import re
 # Removed anywhere: colours and other terminal control sequences.
 ANYWHERE = r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r"
 
-# Removed at the start, again and again: Ray's "(Actor pid=1, ip=10.0.0.1)", vLLM's "(EngineCore_DP0 pid=2)", times, level
-# and place as vLLM, Python's logging, hydra and uvicorn write them.
+# Removed at the start, again and again: Ray's "(Actor pid=1, ip=10.0.0.1)", vLLM's "(EngineCore_DP0 pid=2)", times,
+# level and place as vLLM, Python's logging, hydra and uvicorn write them.
 PREFIXES = (
     r"^[ ]*\([^()]*pid=[0-9]+[^()]*\)[ ]?",
     r"^\[?[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9:.,]+Z?(?:[+-][0-9:]+)?\]?[ :]*",
-    r"^(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)(?::[ ]*| +)(?:[0-9]{2}-[0-9]{2} [0-9:.]+ )?(?:\[[A-Za-z0-9_./-]+:[0-9]+\][ ]?)?",
+    r"^(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)(?::[ ]*| +)(?:[0-9]{2}-[0-9]{2} [0-9:.]+ )?"
+    r"(?:\[[A-Za-z0-9_./-]+:[0-9]+\][ ]?)?",
     r"^\[[A-Za-z0-9_.]+\]\[[A-Za-z0-9_.]+\]\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\] - ",
     r"^\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\][ :-]*",
 )

@@ -69,7 +69,7 @@ class Signature:
     """One text by which a log line is known: a literal, or a regular expression with a literal it cannot do without.
 
     ``role`` is ``note`` for a line that also stands in healthy logs; from ``min_count`` such lines on it is a cause
-    (with a ``min_count`` of 1 it stays a note). A later line that matches ``cleared_by`` takes the lines before it back.
+    (with a ``min_count`` of 1 it stays a note). A later line that matches ``cleared_by`` takes back those before it.
     """
 
     needs: str

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import BinaryIO
 
 from agent.symptoms.clean import clean, month_to_second, writer
 from agent.symptoms.entry import Entry, Signature
+from agent.symptoms.logs import Readable
 
 BLOCK = 1 << 20  # bytes read at a time
 WINDOW = 4096  # bytes of a very long line kept on each side of a literal
@@ -74,7 +74,7 @@ def _finder(literals: list[bytes]) -> Callable[[bytes], Iterable[tuple[int, int]
     return lambda block: ((number, at) for number, at, _ in automaton.find_matches_as_indexes(block, overlapping=True))
 
 
-def _blocks(stream: BinaryIO, overlap: int) -> Iterator[tuple[bytes, bool]]:
+def _blocks(stream: Readable, overlap: int) -> Iterator[tuple[bytes, bool]]:
     """Blocks that end at a line's end, and whether they do: a line longer than a block comes in overlapping pieces."""
     tail = b""
     while chunk := stream.read(BLOCK):
@@ -134,7 +134,7 @@ class _Trace:
         return False
 
 
-def scan(stream: BinaryIO, entries: dict[str, Entry]) -> Scan:
+def scan(stream: Readable, entries: dict[str, Entry]) -> Scan:
     """Read a log (UTF-8 bytes, or anything close to it) to its end."""
     by_literal: dict[bytes, list[tuple[Entry, Signature]]] = {}
     for entry in entries.values():

@@ -1,7 +1,8 @@
 """The image store: each picture is normalised once, so that engine and trainer decode the same pixels.
 
-What differs between decoders is settled when a picture enters the store: EXIF orientation is applied (vLLM applies it,
-Agent Lightning's trainer does not), transparency is laid onto white, the mode is RGB, and pictures over the size limit
+What differs between decoders is settled when a picture enters the store: EXIF orientation is applied (vLLM
+does that from 0.24 on, Agent Lightning 1.0.2's trainer never), transparency is laid onto white (the trainer alone would
+make it black), the mode is RGB, and pictures over the size limit
 are shrunk here and nowhere else. The file is a PNG named by its pixels; its reference is a plain ``file://`` address.
 """
 

@@ -1,8 +1,8 @@
 """Which training rows a step keeps. Pure planning; ``settle`` applies a plan to verl's batch.
 
 Agent Lightning 1.0.2 floors the rows of a step to a multiple of ``ppo_mini_batch_size * n``, so 31 of 32 rows become
-none and the step is skipped. Here missing rows are filled up instead with copies that carry no loss (their response
-mask is empty): the mean is still taken over the planned number of rows, a missing row counts as zero gradient.
+none and the step is skipped. Here missing rows are filled up instead with copies of advantage zero: the mean is still
+taken over the planned number of rows, a missing row counts as zero gradient.
 """
 
 from __future__ import annotations
@@ -68,6 +68,20 @@ def settle(batch: Any, multiple: int, group_size: int) -> tuple[Any, dict[str, i
     kept = batch[chosen.keep]
     if not chosen.fill:
         return kept, metrics
-    filler = batch[chosen.fill]
-    filler.batch["response_mask"] = filler.batch["response_mask"] * 0
-    return DataProto.concat([kept, filler]), metrics
+    return DataProto.concat([kept, _without_gradient(batch[chosen.fill])]), metrics
+
+
+def _without_gradient(rows: Any) -> Any:
+    """Copies whose advantage is zero: each is a group of its own with score 0 (verl: advantage = score).
+
+    One response token stays in the mask: verl cannot take the mean over none.
+    """
+    import numpy as np
+
+    rows.batch["token_level_scores"] = rows.batch["token_level_scores"] * 0
+    mask = rows.batch["response_mask"]
+    rows.batch["response_mask"] = mask * (mask.cumsum(-1) == 1)
+    names = np.array([f"filler-{number}" for number in range(len(rows))])
+    rows.non_tensor_batch["rollout_id_list"] = names
+    rows.non_tensor_batch["data_id_list"] = names
+    return rows

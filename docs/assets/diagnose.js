@@ -10,12 +10,77 @@ var Diagnose = (function () {
   const WRITER = /\([^()]*pid=[0-9]+[^()]*\)/g;
   const TIME = /(?:([0-9]{4})-)?([0-9]{2})-([0-9]{2})[T ]([0-9]{2}):([0-9]{2}):([0-9]{2})/;
 
+  // Places where a log names a version.
+  const VERSION = /(?:LLM engine \(v|vLLM API server version |\b(vllm|verl|agentlightning|transformers|ray|torch|numpy)==)([0-9]+\.[0-9]+[0-9A-Za-z.+]*)/g;
+  const VERSION_LITERALS = ["LLM engine (v", "vLLM API server version ", "=="];
+
   const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
   const writer = (raw) => (raw.slice(0, 300).match(WRITER) || []).join("");
 
   function time(raw) {
     const found = TIME.exec(raw.slice(0, 300));
     return found ? found[2] + "-" + found[3] + " " + found[4] + ":" + found[5] + ":" + found[6] : null;
+  }
+
+  function role(match) {
+    const { entry, signature } = match;
+    if (entry.consequence) return "consequence";
+    const tooFew = signature.min_count < 2 || match.count < signature.min_count;
+    return entry.severity === "noise" || (signature.role === "note" && tooFew) ? "note" : "cause";
+  }
+
+  // One item for each symptom of a log: its first line of the weightiest role.
+  function merged(scan) {
+    const found = new Map();
+    for (const match of scan.matches) {
+      const known = found.get(match.entry.slug);
+      const one = { ...match, role: role(match) };
+      if (!known || (known.role === "note" && one.role === "cause")) {
+        one.count += known ? known.count : 0;
+        found.set(match.entry.slug, one);
+      } else known.count += match.count;
+    }
+    return [...found.values()].sort((a, b) => a.line - b.line);
+  }
+
+  // "0.22.1rc1" as numbers that compare; a pre-release stands before its release.
+  function numbers(version) {
+    const found = /^([0-9.]+)(a|b|rc|\.?dev)?/.exec(version.trim());
+    if (!found) return null;
+    const parts = found[1].split(".").filter(Boolean).map(Number);
+    while (parts.length < 4) parts.push(0);
+    return [...parts.slice(0, 4), found[2] ? 0 : 1];
+  }
+
+  function within(version, range) {
+    const have = numbers(version);
+    if (!have) return null;
+    return range.split(",").every((part) => {
+      const [, sign, text] = /^\s*([<>=!]+)\s*(.+)$/.exec(part);
+      const want = numbers(text);
+      const at = have.findIndex((number, index) => number !== want[index]);
+      const order = at < 0 ? 0 : have[at] - want[at];
+      return { ">=": order >= 0, "<=": order <= 0, ">": order > 0, "<": order < 0, "==": order === 0, "!=": order !== 0 }[sign];
+    });
+  }
+
+  // The causes that the known versions do not rule out, those that they confirm first.
+  function possible(causes, versions) {
+    const rated = causes.map((cause) => {
+      const known = cause.package && cause.versions && versions[cause.package];
+      return [cause, known ? within(known, cause.versions) : null];
+    });
+    const left = rated.filter(([, applies]) => applies !== false);
+    const kept = left.length ? left : rated;
+    return [...kept.filter(([, yes]) => yes === true), ...kept.filter(([, yes]) => yes !== true)].map(([cause]) => cause);
+  }
+
+  // A log line without paths, addresses, ids and numbers: what other people's logs have in common with it.
+  function searchText(line) {
+    return line
+      .replace(/'[^' ]*\/[^']*'|"[^" ]*\/[^"]*"|(?:[A-Za-z]+:\/\/|\/)[^ ,;)]+/g, " ")
+      .replace(/0x[0-9a-fA-F]+|\b[0-9a-f]{8,}\b|\b[0-9]+(?:\.[0-9]+)*\b/g, " ")
+      .split(/\s+/).filter(Boolean).join(" ").slice(0, 150);
   }
 
   class Catalogue {
@@ -47,21 +112,23 @@ var Diagnose = (function () {
       return line.replace(this.suffix, "").replace(/\s+$/, "");
     }
 
-    // What the logs of one run say together: the earliest cause, and everything else apart from it.
+    // What the logs say together: the first cause, what followed, other causes, and lines that healthy logs have too.
     verdict(scans) {
-      const found = scans.flatMap((scan) => scan.matches);
-      if (found.every((one) => one.time)) found.sort((a, b) => (a.time < b.time ? -1 : a.time > b.time ? 1 : 0));
-      const isNote = (one) => one.entry.severity === "noise" ||
-        (one.signature.role === "note" && (one.signature.min_count < 2 || one.count < one.signature.min_count));
-      const causes = found.filter((one) => !one.entry.consequence && !isNote(one));
-      const first = causes[0] || null;
+      const versions = Object.assign({}, ...scans.map((scan) => scan.versions).reverse());
+      const files = scans.map((scan) => merged(scan));
+      let found = files.flat();
+      if (files.filter((one) => one.length).length > 1 && found.every((one) => one.time)) {
+        found = [...found].sort((a, b) => (a.time < b.time ? -1 : a.time > b.time ? 1 : 0));
+      }
+      const causes = found.filter((one) => one.role === "cause");
+      const first = causes.find((one) => one.entry.severity !== "slow") || causes[0] || null;
       return {
-        first, found,
-        consequences: found.filter((one) => one.entry.consequence),
-        others: causes.filter((one) => first && one.entry !== first.entry),
-        notes: found.filter((one) => !one.entry.consequence && isNote(one)),
-        causes: (entry) => entry.causes,
-        query: (line) => line,
+        first, found, versions,
+        consequences: found.filter((one) => one.role === "consequence"),
+        others: causes.filter((one) => one !== first),
+        notes: found.filter((one) => one.role === "note"),
+        causes: (entry) => possible(entry.causes, versions),
+        search: searchText,
       };
     }
 
@@ -77,7 +144,7 @@ var Diagnose = (function () {
   // One log, fed piece by piece; memory does not grow with its length.
   class Scan {
     constructor(catalogue, name) {
-      Object.assign(this, { catalogue, name, lines: 0, found: new Map(), traceback: null, tracebackLine: 0 });
+      Object.assign(this, { catalogue, name, lines: 0, found: new Map(), versions: {}, traceback: null, tracebackLine: 0 });
       this.rest = "";
       this.time = null;
       this.trace = null;
@@ -101,6 +168,12 @@ var Diagnose = (function () {
       this.lines += 1;
       this.time = time(raw) || this.time;
       if (this.trace && !this.trace.over) this.follow(raw);
+      if (VERSION_LITERALS.some((one) => raw.includes(one))) {
+        for (const [, name, version] of raw.matchAll(VERSION)) {
+          const known = name || "vllm";
+          if (!(known in this.versions)) this.versions[known] = version.replace(/\.+$/, "");
+        }
+      }
       const hit = this.catalogue.finder.exec(raw);
       if (!hit) return;
       if (!this.trace && raw.includes(TRACE)) {

@@ -56,11 +56,15 @@
       nodes.push(card);
     } else {
       const card = element("div", { className: "verdict clean" });
-      card.append(element("h2", {}, verdict.found.length ? "No cause, but something worth knowing"
+      card.append(element("h2", {}, verdict.consequences.length ? "Only consequences: the cause is not in this text"
         : "No known fault in " + lines.toLocaleString("en") + " lines"));
+      if (verdict.consequences.length) {
+        card.append(element("p", {}, "It stands before the first of the lines below: give the log from its beginning, " +
+          "or all logs of the run together."));
+      }
       const broken = scans.find((one) => one.traceback);
       if (broken) {
-        const query = verdict.query(broken.traceback);
+        const query = verdict.search(broken.traceback);
         card.append(
           element("p", {}, "There is a traceback that the catalogue does not know (line " +
             broken.tracebackLine.toLocaleString("en") + "). It ends with:"),
@@ -73,8 +77,8 @@
       }
       nodes.push(card);
     }
-    const groups = [["What followed from it", verdict.consequences], ["Other causes, later", verdict.others],
-      ["Worth knowing", verdict.notes]];
+    const groups = [["What followed", verdict.consequences], ["Found as well", verdict.others],
+      ["Worth knowing (healthy logs have these too)", verdict.notes]];
     for (const [heading, matches] of groups) {
       if (!matches.length) continue;
       nodes.push(element("h3", {}, heading), element("ul", { className: "paste-followers" }, ...matches.map(follower)));

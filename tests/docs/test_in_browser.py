@@ -100,7 +100,7 @@ def test_the_paste_page_shows_the_cause_its_fix_and_what_followed(browser: Brows
     assert paste(browser, (SAMPLES / "mm-cache-desync.log").read_text()) == "mm-cache-desync"
     shown = browser.run("document.getElementById('paste-result').innerText")
     assert "mm_processor_cache_gb: 0" in shown
-    cause, followed = shown.split("What followed from it")
+    cause, followed = shown.split("What followed")
     assert "vllm-engine-dead" not in cause and "EngineDeadError" in followed
     link = browser.run("document.querySelector('.verdict h2 a').href")
     assert link == f"{address}/s/mm-cache-desync/"

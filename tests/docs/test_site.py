@@ -66,9 +66,10 @@ def test_nothing_is_loaded_from_another_host(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 80
     for page in pages:
+        text = page.read_text(encoding="utf-8")
         parser = Resources()
-        parser.feed(page.read_text(encoding="utf-8"))
-        assert parser.loaded, page
+        parser.feed(text)
+        assert parser.loaded or 'http-equiv="refresh"' in text, page
         foreign = [one for one in parser.loaded if re.match(r"(?:[a-z]+:)?//", one)]
         assert foreign == [], page
     for style in site.rglob("*.css"):

@@ -102,7 +102,7 @@ def render(result: Diagnosis) -> list[str]:
     groups = {
         "What followed": [one for one in result.found if one.role == CONSEQUENCE],
         "Found as well": others,
-        "Worth knowing (healthy logs have these too)": [one for one in result.found if one.role == NOTE],
+        "Worth knowing": [one for one in result.found if one.role == NOTE],
     }
     for heading, members in groups.items():
         if members:

@@ -11,6 +11,7 @@ from typing import Any
 from agent.symptoms.entry import Cause, Entry, load
 from agent.symptoms.logs import Source, open_log, sources_of
 from agent.symptoms.match import Match, Scan, scan
+from agent.symptoms.silent import Sign, look
 
 CAUSE, CONSEQUENCE, NOTE = "cause", "consequence", "note"
 
@@ -52,10 +53,10 @@ class Diagnosis:
 def role_of(match: Match) -> str:
     """Whether a match is a cause, a consequence of one, or a line that healthy logs have as well."""
     signature = match.signature
-    if match.entry.consequence:
-        return CONSEQUENCE
     too_few = signature.min_count < 2 or match.count < signature.min_count
-    return NOTE if match.entry.severity == "noise" or (signature.role == NOTE and too_few) else CAUSE
+    if match.entry.severity == "noise" or (signature.role == NOTE and too_few):
+        return NOTE
+    return CONSEQUENCE if match.entry.consequence else CAUSE
 
 
 def merge(result: Scan, source: Source) -> list[Found]:
@@ -64,7 +65,7 @@ def merge(result: Scan, source: Source) -> list[Found]:
     for match in result.matches:
         role = role_of(match)
         known = by_slug.get(match.entry.slug)
-        if known is None or (known.role == NOTE and role == CAUSE):
+        if known is None or (known.role == NOTE and role != NOTE):
             count = match.count + (known.count if known else 0)
             by_slug[match.entry.slug] = Found(
                 match.entry, role, match.line, match.text, source.name, source.attempt, count, match.time
@@ -89,9 +90,12 @@ def in_order(found: list[Found]) -> list[Found]:
     return ordered
 
 
-def first_cause(found: list[Found]) -> Found | None:
-    """The earliest cause of the newest attempt that has one. What only costs time gives way to anything else."""
-    causes = [one for one in found if one.role == CAUSE]
+def first_cause(found: list[Found], failed: bool = False) -> Found | None:
+    """The earliest cause of the newest attempt that has one. What only costs time gives way to anything else.
+
+    What is seen in figures and settings alone does not explain why a run stopped (``failed``).
+    """
+    causes = [one for one in found if one.role == CAUSE and not (failed and one.silent)]
     for slow in (False, True):
         ranked = [one for one in causes if (one.entry.severity == "slow") == slow]
         if ranked:
@@ -121,25 +125,30 @@ def diagnose(target: str) -> Diagnosis:
         out.state = _json(run / "status.json")
         _settle(found, out.state, entries, run)
     out.found = in_order(found)
-    out.first = first_cause(out.found)
+    out.first = first_cause(out.found, failed=(out.state or {}).get("state") == "failed")
     return out
 
 
 def _silent(run: Path, versions: dict[str, str], entries: dict[str, Entry], newest: int) -> list[Found]:
-    from agent.symptoms.silent import look
-
     return [
-        Found(entries[one.slug], CAUSE, one.line, one.text, one.file, one.attempt or newest, silent=True)
+        Found(entries[one.slug], _silent_role(one), one.line, one.text, one.file, one.attempt or newest, silent=True)
         for one in look(run, versions)
         if one.slug in entries
     ]
 
 
+def _silent_role(sign: Sign) -> str:
+    """Figures show a fault; a setting shows one only if it makes training itself wrong."""
+    return CAUSE if sign.file != "config.yaml" or load()[sign.slug].group == "learn" else NOTE
+
+
 def _settle(found: list[Found], state: dict[str, Any], entries: dict[str, Entry], run: Path) -> None:
     """What only the whole run can tell: a fresh start in a later attempt, and the symptom the run itself named."""
-    for one in found:
-        if one.entry.slug == "nothing-to-resume" and one.attempt > 1 and (run / "metrics.jsonl").exists():
+    for one in [one for one in found if one.entry.slug == "nothing-to-resume" and one.role == NOTE]:
+        if one.attempt > 1 and (run / "metrics.jsonl").exists():
             one.role = CAUSE
+        else:
+            found.remove(one)  # a run's first attempt has nothing to go on from
     named = state.get("symptom")
     if state.get("state") == "failed" and named in entries and all(one.role != CAUSE or one.silent for one in found):
         attempt = state.get("attempt") if isinstance(state.get("attempt"), int) else 1

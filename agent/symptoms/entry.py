@@ -240,7 +240,7 @@ def parse(text: str, name: str) -> Entry:
             raise EntryError("an entry needs a signature or an observable")
         if tuple(entry.sections()) != SECTIONS:
             raise EntryError(f"the body's sections are {', '.join(SECTIONS)}, in this order")
-    except (EntryError, KeyError, TypeError, ValueError, yaml.YAMLError) as error:
+    except (EntryError, KeyError, TypeError, ValueError, re.error, yaml.YAMLError) as error:
         raise EntryError(
             f"catalogue/{name}.md: {error!r}" if isinstance(error, KeyError) else f"catalogue/{name}.md: {error}"
         ) from error

@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from agent.symptoms.hazards import check
+
 GAP = 0.1  # nats a token between engine and actor above which they do not compute the same model
 RUN_OF_STEPS = 3  # steps in a row before a state counts as one
 DROPPED = 0.1  # share of a run's rows that may be dropped before it is worth a word
@@ -166,8 +168,6 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def look(run: Path, versions: dict[str, str]) -> list[Sign]:
     """Silent symptoms of a run directory: metrics, then the hazards of its config that end in no log line."""
-    from agent.symptoms.hazards import check
-
     config = read_config(run / "config.yaml")
     project = config.get("mmqa")
     gap = project.get("max_logprob_gap", GAP) if isinstance(project, dict) else GAP

@@ -45,9 +45,13 @@ def install() -> None:
 
 
 def vllm_plugin() -> None:
-    """vLLM plugin hook (entry point group ``vllm.general_plugins``); does nothing in other runs."""
+    """vLLM plugin hook (entry point group ``vllm.general_plugins``); does nothing in processes of other programs."""
     if requested():
         install()
+    if os.environ.get("MMQA_RUN_DIR"):
+        from agent.training import upstream_fixes
+
+        upstream_fixes.install()
 
 
 def _alias_distribution_name() -> None:

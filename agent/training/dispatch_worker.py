@@ -181,6 +181,7 @@ def _begin() -> None:
 def worker_main(connection: Connection) -> None:
     """Entry point of a worker process."""
     _begin()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # meant for the controller, which ends its workers itself
     os.environ = TaskEnviron(os.environ)  # type: ignore[assignment]  # noqa: B003 - it is wrapped, not cleared
 
     async def main() -> None:

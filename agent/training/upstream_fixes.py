@@ -6,6 +6,7 @@ Registered like those of ``cpu_backend``: each is applied right after the module
 from __future__ import annotations
 
 import importlib.util
+import socket
 from typing import Any
 
 
@@ -16,10 +17,30 @@ def install() -> None:
     if getattr(install, "done", False):
         return
     install.done = True  # type: ignore[attr-defined]
+    wrapt.register_post_import_hook(_store_on_loopback, "torch.distributed.rendezvous")
     wrapt.register_post_import_hook(_equal_length_rows, "verl.workers.utils.padding")
     if importlib.util.find_spec("flash_attn") is None:
         wrapt.register_post_import_hook(_padding_functions, "verl.utils.attention_utils")
     wrapt.register_post_import_hook(_guarded_trainer, "agentlightning.verl.trainer")
+
+
+def _store_on_loopback(rendezvous: Any) -> None:
+    """``TCPStore`` (torch): its server listens on every address, also when its own one is the loopback address.
+
+    The key-value store of a process group takes commands from whoever connects. Given a socket that is already bound,
+    it uses that one.
+    """
+    original = rendezvous.TCPStore
+
+    def store(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(("host_name", "port", "world_size", "is_master", "timeout"), args, strict=False)) | kwargs
+        if given.get("is_master") and given["host_name"] in ("127.0.0.1", "localhost"):
+            listener = socket.create_server(("127.0.0.1", given["port"]))
+            given["port"] = listener.getsockname()[1]
+            given["master_listen_fd"] = listener.detach()  # the store owns it from here on
+        return original(**given)
+
+    rendezvous.TCPStore = store
 
 
 def _equal_length_rows(padding: Any) -> None:

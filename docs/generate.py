@@ -117,7 +117,8 @@ def parameters(function: Callable[..., Any]) -> tuple[list[str], list[str]]:
 def _kind(annotation: Any) -> str:
     """ "int | None" -> INTEGER, as the program's own help shows it."""
     names = [one.__name__ for one in (get_args(annotation) or (annotation,)) if one is not type(None)]
-    return {"int": "INTEGER", "float": "FLOAT", "str": "TEXT", "Path": "PATH"}.get(names[0], names[0].upper())
+    shown = {"int": "INTEGER", "float": "FLOAT", "str": "TEXT", "Path": "PATH"}
+    return shown.get(names[0]) or str(names[0]).upper()
 
 
 def project_keys() -> str:

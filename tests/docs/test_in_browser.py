@@ -94,6 +94,39 @@ def test_the_paste_page_agrees_with_the_command_on_every_sample(browser: Browser
     assert different == {}
 
 
+def test_the_browser_reads_every_line_as_the_command_does(browser: Browser, address: str, tmp_path: Path) -> None:
+    """Not the first cause alone: every symptom with its role, line and count, versions, traceback, search text."""
+    browser.open(f"{address}/paste/")
+    extra = tmp_path / "unknown.log"
+    extra.write_text(
+        "2026-11-29 10:00:00 INFO vLLM API server version 0.21.0\n(Worker pid=7) Traceback (most recent call last):\n"
+        '(Other pid=8) step 1\n(Worker pid=7)   File "/opt/a.py", line 3\n'
+        "(Worker pid=7) OSError: [Errno 5] Input/output error: '/data/x/3f1c9a0be2aa/17.png'\n"
+    )
+    different = {}
+    for file in [*sample_files(), extra]:
+        said = command_says(file)
+        expected = {
+            "found": [[one["slug"], one["role"], one["line"], one["count"]] for one in said["found"]],
+            "fixes": [one["fix"] for found in said["found"][:1] for one in found["fixes"]],
+            **{name: said[name] for name in ("versions", "lines", "traceback", "search")},
+        }
+        read = (
+            "(async () => { const data = await (await fetch('../assets/catalogue.json')).json();"
+            "const known = new Diagnose.Catalogue(data); const scan = new Diagnose.Scan(known, '');"
+            f"scan.feed({json.dumps(file.read_text(encoding='utf-8'))}); const verdict = known.verdict([scan.done()]);"
+            "const fixes = verdict.found.slice(0, 1).filter((one) => one.role === 'cause')"
+            ".flatMap((one) => verdict.causes(one.entry).map((cause) => cause.fix));"
+            "return {found: verdict.found.map((one) => [one.entry.slug, one.role, one.line, one.count]), fixes,"
+            "versions: verdict.versions, lines: scan.lines, traceback: scan.traceback,"
+            "search: scan.traceback ? verdict.search(scan.traceback) : null}; })()"
+        )
+        shown = browser.run(read)
+        if shown != expected:
+            different[file.name] = (shown, expected)
+    assert different == {}
+
+
 def test_the_paste_page_shows_the_cause_its_fix_and_what_followed(browser: Browser, address: str) -> None:
     browser.window(1280, 900)
     browser.open(f"{address}/paste/")

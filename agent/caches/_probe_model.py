@@ -25,13 +25,15 @@ SIDE = 112  # px: the processor below neither enlarges nor shrinks the probe's p
 def build(folder: Path, seed: int = 0) -> Path:
     """Write model, tokenizer and processor (0.6 million parameters, float32) and return the folder."""
     import torch
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+    import transformers
+
+    library: Any = transformers  # names differ between the releases served
 
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(folder)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
     sections = {"rope_type": "default", "mrope_section": [4, 6, 6]}
-    config = Qwen2VLConfig(
+    config = library.Qwen2VLConfig(
         text_config=dict(
             vocab_size=len(tokenizer),
             hidden_size=128,
@@ -59,27 +61,29 @@ def build(folder: Path, seed: int = 0) -> Path:
         initializer_range=0.06,
     )
     torch.manual_seed(seed)
-    Qwen2VLForConditionalGeneration(config).float().save_pretrained(folder)
+    library.Qwen2VLForConditionalGeneration(config).float().save_pretrained(folder)
     _processor(tokenizer).save_pretrained(folder)
     return folder
 
 
 def _tokenizer(folder: Path) -> Any:
     """Byte-level tokenizer without merges: eight special tokens and 256 bytes."""
+    import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2TokenizerFast
+
+    library: Any = transformers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_only = Tokenizer(models.BPE({token: index for index, token in enumerate([*SPECIAL, *letters])}, []))
     bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytes_only.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
+    library.PreTrainedTokenizerFast(
         tokenizer_object=bytes_only,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         additional_special_tokens=list(SPECIAL[1:]),
     ).save_pretrained(folder)
-    return Qwen2TokenizerFast.from_pretrained(folder)
+    return library.Qwen2TokenizerFast.from_pretrained(folder)
 
 
 def _processor(tokenizer: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from agent.symptoms.hazards_facts import Facts, Finding
@@ -74,6 +75,50 @@ def micro_batches(facts: Facts) -> Iterator[Finding]:
             yield _crash(f"{key} is not set", "verl has no default for it and refuses to start", f"{key}=1")
 
 
+def divisions(facts: Facts) -> Iterator[Finding]:
+    """Rows that must split evenly over GPUs and micro-batches (``train_mini_batch``, ``prepare_micro_batches``)."""
+    settings = facts.settings
+    needed = [f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n", "trainer.n_gpus_per_node", "trainer.nnodes"]
+    mini, samples, per_node, nodes = (int(settings.number(key) or 0) for key in needed)
+    train = int(settings.number("data.train_batch_size") or 0)
+    if (
+        not (mini and samples and per_node and nodes and train >= mini)
+        or settings.get(f"{ACTOR}.strategy") == "megatron"
+    ):
+        return
+    gpus = per_node * nodes // int(settings.number(f"{ACTOR}.ulysses_sequence_parallel_size") or 1) or 1
+    rows = mini * samples
+    if rows % gpus:
+        yield _crash(
+            f"a mini-batch has {rows} rows (ppo_mini_batch_size * rollout.n), which {gpus} GPUs cannot share evenly",
+            "verl stops at the first update",
+            f"{ACTOR}.ppo_mini_batch_size={_common_multiple(mini, gpus)}",
+        )
+    elif not settings.on(f"{ACTOR}.use_dynamic_bsz"):
+        whole = (train // mini) * rows if facts.agent_lightning else train * samples
+        for key, size in ((MICRO, rows // gpus), (LOG_PROB_MICRO, whole // gpus)):
+            micro = int(settings.number(key) or 0)
+            if micro and size % micro:
+                yield _crash(
+                    f"{key}={micro} does not divide the {size} rows of one GPU",
+                    "verl stops there: data size must be divisible by the micro-batch size",
+                    f"{key}={math.gcd(size, micro)}",
+                )
+    if train % mini and facts.agent_lightning and settings.dialect == "verl":
+        yield Finding(
+            f"data.train_batch_size={train} is not a multiple of {ACTOR}.ppo_mini_batch_size={mini}",
+            f"the rows of {train % mini} prompts a step are generated and then dropped, to come to whole mini-batches",
+            f"data.train_batch_size={train // mini * mini}",
+            "rows-dropped",
+            "silent",
+        )
+
+
+def _common_multiple(size: int, gpus: int) -> int:
+    """The smallest multiple of ``gpus`` from ``size`` on."""
+    return -(-size // gpus) * gpus
+
+
 def one_row_away(facts: Facts) -> Iterator[Finding]:
     """Agent Lightning: rows are rounded down to whole mini-batches (this project's trainer fills them up)."""
     settings = facts.settings
@@ -112,4 +157,4 @@ def _divisor(value: float) -> int:
     return next((size for size in range(max(1, whole // 4), 0, -1) if whole % size == 0), 1)
 
 
-SIZE_CHECKS = (batches, micro_batches, one_row_away, prompt_length)
+SIZE_CHECKS = (batches, micro_batches, divisions, one_row_away, prompt_length)

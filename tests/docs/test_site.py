@@ -166,3 +166,18 @@ def test_no_path_of_one_machine_and_no_index_host() -> None:
         text = page.read_text(encoding="utf-8")
         found = re.search(r"/(?:root|work)/|pypi\.org|files\.pythonhosted", text)
         assert not found, f"{page}: {found}"
+
+
+def test_the_site_needs_no_more_than_agreed() -> None:
+    """Three plugins, no font of another host, every page in the navigation or named as left out."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    config = yaml.safe_load(text)
+    assert {next(iter(one)) if isinstance(one, dict) else one for one in config["plugins"]} <= {
+        "search",
+        "tags",
+        "redirects",
+    }
+    assert config["theme"]["font"] is False and config["use_directory_urls"] is True
+    listed = set(re.findall(r"([\w/-]+\.md)\b", text.split("nav:")[1]))
+    pages = {str(page.relative_to(DOCS)) for page in PAGES}
+    assert {page for page in pages - listed if not page.startswith(("s/", "caches/"))} == set()

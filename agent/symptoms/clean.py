@@ -17,7 +17,7 @@ PREFIXES = (
     r"^\[?[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9:.,]+Z?(?:[+-][0-9:]+)?\]?[ :]*",
     r"^(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)(?::[ ]*| +)(?:[0-9]{2}-[0-9]{2} [0-9:.]+ )?"
     r"(?:\[[A-Za-z0-9_./-]+:[0-9]+\][ ]?)?",
-    r"^\[[A-Za-z0-9_.]+\]\[[A-Za-z0-9_.]+\]\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\] - ",
+    r"^\[[A-Za-z0-9_.]+\]\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\] - ",
     r"^\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL|debug|info|warning|error|critical) *\][ :-]*",
 )
 # Removed at the end: Ray says once that a line came again.

@@ -16,7 +16,6 @@ from agent.symptoms.logs import Readable
 
 BLOCK = 1 << 20  # bytes read at a time
 WINDOW = 4096  # bytes of a very long line kept on each side of a literal
-ENOUGH = 1000  # matches of one signature after which further candidates are counted without a closer look
 TRACE_LINES = 400
 
 _TRACE = b"Traceback (most recent call last)"
@@ -57,10 +56,10 @@ class Scan:
 
 
 def _finder(literals: list[bytes]) -> Callable[[bytes], Iterable[tuple[int, int]]]:
-    """A function that yields (literal's number, offset) for every literal in a block, in any order."""
+    """A function that yields (literal's number, offset) for every literal in a block, line by line."""
     try:
         import ahocorasick_rs
-    except ImportError:  # no wheel for this platform: the same answer, several times slower
+    except ImportError:  # no wheel for this platform: the same answer, many times slower
 
         def each(block: bytes) -> Iterator[tuple[int, int]]:
             for number, literal in enumerate(literals):
@@ -69,7 +68,7 @@ def _finder(literals: list[bytes]) -> Callable[[bytes], Iterable[tuple[int, int]
                     yield number, at
                     at = block.find(literal, at + 1)
 
-        return each
+        return lambda block: sorted(each(block), key=lambda pair: pair[1])
     automaton = ahocorasick_rs.BytesAhoCorasick(literals, implementation=ahocorasick_rs.Implementation.DFA)
     return lambda block: ((number, at) for number, at, _ in automaton.find_matches_as_indexes(block, overlapping=True))
 
@@ -92,12 +91,34 @@ def _blocks(stream: Readable, overlap: int) -> Iterator[tuple[bytes, bool]]:
         yield tail, False
 
 
-def _line_at(block: bytes, at: int) -> tuple[int, str]:
-    """Start of the line around ``at`` and its text (cut to ``WINDOW`` on both sides)."""
-    start = block.rfind(b"\n", 0, at) + 1
-    end = block.find(b"\n", at)
-    end = len(block) if end < 0 else end
-    return start, block[max(start, at - WINDOW) : min(end, at + WINDOW)].decode("utf-8", "replace")
+def _bounds(block: bytes, at: int) -> tuple[int, int]:
+    """Start and end of the line around ``at``, cut to ``WINDOW`` on both sides."""
+    start = block.rfind(b"\n", max(0, at - WINDOW), at) + 1
+    end = block.find(b"\n", at, at + WINDOW)
+    return start or max(0, at - WINDOW), min(len(block), at + WINDOW) if end < 0 else end
+
+
+class _Watch:
+    """One signature while a log is read: most lines are told apart in the raw bytes, without cleaning them."""
+
+    def __init__(self, entry: Entry, signature: Signature) -> None:
+        self.entry, self.signature = entry, signature
+        self.found: Match | None = None
+        self.last: tuple[int, int] = (-1, -1)  # block and start of the line that was looked at last
+        anchored = signature.regex and re.search(r"(?<!\\)\$|^\^", signature.regex)
+        self._raw = re.compile(signature.regex.encode()) if signature.regex and not anchored else None
+        self._cleaned = bool(anchored)
+        self._clearing = re.compile(signature.cleared_by.encode()) if signature.cleared_by else None
+
+    def matches(self, block: bytes, start: int, end: int) -> bool:
+        """Whether the line carries the signature; the literal is known to be in it."""
+        if self._cleaned:
+            return self.signature.matches(clean(block[start:end].decode("utf-8", "replace")))
+        return self._raw is None or self._raw.search(block, start, end) is not None
+
+    def cleared(self, block: bytes, start: int, end: int) -> bool:
+        """Whether the line takes back what was found."""
+        return self._clearing is not None and self._clearing.search(block, start, end) is not None
 
 
 def _time_before(block: bytes, at: int) -> str | None:
@@ -134,64 +155,87 @@ class _Trace:
         return False
 
 
+class _Scanner:
+    """The state of one scan; ``block`` is called for each piece of the log in turn."""
+
+    def __init__(self, entries: dict[str, Entry]) -> None:
+        watches: dict[bytes, list[_Watch]] = {}
+        for entry in entries.values():
+            for signature in entry.signatures:
+                watches.setdefault(signature.needs.encode(), []).append(_Watch(entry, signature))
+        self.literals = list(dict.fromkeys([_TRACE, *_VERSION_LITERALS, *watches]))
+        self.watches = [watches.get(literal, []) for literal in self.literals]
+        self.out = Scan()
+        self._find = _finder(self.literals)
+        self._trace: _Trace | None = None
+        self._blocks = self._newlines = self._counted = self._passed = 0
+
+    def block(self, block: bytes, ends: bool) -> None:
+        """Look at one piece; ``ends`` tells whether it ends where a line does."""
+        self._blocks += 1
+        self._counted = self._passed = 0
+        if self._trace and self.out.traceback is None:
+            self._follow(block, 0)
+        for number, at in self._find(block):
+            literal = self.literals[number]
+            if literal == _TRACE:
+                if self._trace is None:
+                    self._trace, self.out.traceback_line = _Trace(), self._line(block, at)
+                    self._follow(block, _bounds(block, at)[0])
+            elif literal in _VERSION_LITERALS:
+                self._version(_VERSION_LITERALS[literal], block[at + len(literal) : at + len(literal) + 40])
+            for watch in self.watches[number]:
+                self._look(watch, block, at)
+        self._newlines += block.count(b"\n")
+        self.out.size += len(block)
+        self.out.lines = self._newlines + (0 if ends else 1)
+
+    def _look(self, watch: _Watch, block: bytes, at: int) -> None:
+        known = watch.found
+        start, end = _bounds(block, at)
+        if watch.last == (self._blocks, start):
+            return
+        watch.last = (self._blocks, start)
+        if not watch.matches(block, start, end):
+            if known and watch.cleared(block, start, end):
+                watch.found = None
+        elif known:
+            # a piece of a long line begins with the end of the piece before it
+            known.count += start > 0 or self._line(block, at) > known.line
+        else:
+            text = clean(block[start:end].decode("utf-8", "replace"))
+            if watch.signature.matches(text):
+                line = self._line(block, at)
+                watch.found = Match(watch.entry, watch.signature, line, text[:500], _time_before(block, at))
+
+    def _line(self, block: bytes, at: int) -> int:
+        """The number of the line at an offset. Offsets come in order, so nothing is counted twice."""
+        if at > self._counted:
+            self._passed += block.count(b"\n", self._counted, at)
+            self._counted = at
+        return self._newlines + self._passed + 1
+
+    def _version(self, name: str, after: bytes) -> None:
+        if version := _VERSION.match(after.decode("utf-8", "replace")):
+            self.out.versions.setdefault(name, version[0].rstrip("."))
+
+    def _follow(self, block: bytes, start: int) -> None:
+        assert self._trace
+        if self._trace.feed(block[start : start + (BLOCK >> 2)].decode("utf-8", "replace")):
+            self.out.traceback = self._trace.last
+
+    def done(self) -> Scan:
+        """The result, once the log was read to its end."""
+        if self._trace and self.out.traceback is None:
+            self.out.traceback = self._trace.last
+        found = [watch.found for watches in self.watches for watch in watches if watch.found]
+        self.out.matches = sorted(found, key=lambda match: match.line)
+        return self.out
+
+
 def scan(stream: Readable, entries: dict[str, Entry]) -> Scan:
     """Read a log (UTF-8 bytes, or anything close to it) to its end."""
-    by_literal: dict[bytes, list[tuple[Entry, Signature]]] = {}
-    for entry in entries.values():
-        for signature in entry.signatures:
-            by_literal.setdefault(signature.needs.encode(), []).append((entry, signature))
-    literals = list(dict.fromkeys([_TRACE, *_VERSION_LITERALS, *by_literal]))
-    find = _finder(literals)
-    found: dict[int, Match] = {}
-    last_line: dict[int, int] = {}
-    trace: _Trace | None = None
-    out = Scan()
-    newlines = 0
-    for block, ends in _blocks(stream, overlap=max(map(len, literals)) + WINDOW):
-        if trace and out.traceback is None and trace.feed(block[: BLOCK >> 2].decode("utf-8", "replace")):
-            out.traceback = trace.last
-        counted, passed = 0, 0
-        for number, at in sorted(find(block), key=lambda pair: pair[1]):
-            passed += block.count(b"\n", counted, at)
-            counted = at
-            line = newlines + passed + 1
-            literal = literals[number]
-            if literal == _TRACE:
-                if trace is None:
-                    trace, out.traceback_line = _Trace(), line
-                    if trace.feed(block[_line_at(block, at)[0] :][: BLOCK >> 2].decode("utf-8", "replace")):
-                        out.traceback = trace.last
-                continue
-            if literal in _VERSION_LITERALS:
-                after = block[at + len(literal) : at + len(literal) + 40].decode("utf-8", "replace")
-                if version := _VERSION.match(after):
-                    out.versions.setdefault(_VERSION_LITERALS[literal], version[0].rstrip("."))
-                continue
-            text: str | None = None
-            for entry, signature in by_literal[literal]:
-                key = id(signature)
-                if last_line.get(key) == line:
-                    continue
-                known = found.get(key)
-                if known and known.count >= ENOUGH and not signature.cleared_by:
-                    known.count += 1
-                    last_line[key] = line
-                    continue
-                if text is None:
-                    text = clean(_line_at(block, at)[1])
-                if not signature.matches(text):
-                    if known and signature.cleared(text):
-                        del found[key]
-                    continue
-                last_line[key] = line
-                if known:
-                    known.count += 1
-                else:
-                    found[key] = Match(entry, signature, line, text[:500], _time_before(block, at))
-        newlines += block.count(b"\n")
-        out.size += len(block)
-        out.lines = newlines + (0 if ends else 1)
-    if trace and out.traceback is None:
-        out.traceback = trace.last
-    out.matches = sorted(found.values(), key=lambda match: match.line)
-    return out
+    scanner = _Scanner(entries)
+    for block, ends in _blocks(stream, overlap=max(map(len, scanner.literals)) + WINDOW):
+        scanner.block(block, ends)
+    return scanner.done()

@@ -15,7 +15,20 @@ __all__ = ["NAMES", "Sample", "Task", "load"]
 
 
 def load(name: str) -> Task:
-    """The task of that name; ``InputError`` with the nearest name otherwise."""
+    """The task of that name, or the module of that dotted path (a task of your own, importable from here).
+
+    Raises ``InputError``, with the nearest name.
+    """
+    if "." in str(name):
+        try:
+            own = import_module(name)
+        except ImportError as error:
+            raise InputError(
+                f"task module {name!r} cannot be imported ({error}); is its folder on PYTHONPATH?"
+            ) from None
+        if missing := [one for one in ("NAME", "ANSWERS", "samples") if not hasattr(own, one)]:
+            raise InputError(f"task module {name!r} has no {missing[0]}; see agent/tasks/base.py")
+        return cast(Task, own)
     if name not in NAMES:
         near = difflib.get_close_matches(str(name), NAMES, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 from PIL import Image, ImageOps
 
@@ -32,7 +33,7 @@ def scans() -> tuple[tuple[Image.Image, int], ...]:
     import numpy as np
     from sklearn.datasets import load_digits
 
-    data = load_digits()
+    data: Any = load_digits()
     grey = (np.clip(data.images / 16.0, 0, 1) * 255).astype("uint8")  # 8 x 8, 0..16 is paper..ink
     pictures = (ImageOps.invert(Image.fromarray(one)).resize((SIZE, SIZE), Image.Resampling.BICUBIC) for one in grey)
     return tuple((picture.convert("RGB"), int(digit)) for picture, digit in zip(pictures, data.target, strict=True))

@@ -82,7 +82,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 def upstream_defaults() -> Any:
     """Agent Lightning's verl configuration with hydra, without importing verl (which takes 10 s)."""
-    roots = {name: schema.package_dir(name) for name in ("agentlightning", "verl")}
+    roots: dict[str, Any] = {name: schema.package_dir(name) for name in ("agentlightning", "verl")}
     if missing := [name for name, root in roots.items() if root is None]:
         raise InputError(
             f"{missing[0]} is not installed; install the stack with: uv sync --extra cpu   (or --extra gpu)"
@@ -129,7 +129,7 @@ def compose(preset: str, overrides: Sequence[str] = (), *, vllm_version: str | N
     base = upstream_defaults()
     OmegaConf.set_struct(base, False)
     base = OmegaConf.merge(base, {"mmqa": MMQA_DEFAULTS})
-    known = OmegaConf.to_container(base, resolve=False)
+    known: Any = OmegaConf.to_container(base, resolve=False)
     layer, source = read_preset(preset)
     schema.refuse_unknown(layer, known, f"preset {source}")
     given = parse_overrides(overrides)
@@ -145,8 +145,21 @@ def compose(preset: str, overrides: Sequence[str] = (), *, vllm_version: str | N
     # what this package's trainer depends on, whatever a preset says
     config.agentlightning.trace_aggregator.level = "transition"
     config.agentlightning.local.agent_class = config.mmqa.agent_class
-    config.agentlightning.local.env_map = {"MMQA_ROW": "input"}
+    if not config.agentlightning.local.env_map:
+        config.agentlightning.local.env_map = {"MMQA_ROW": "input"}
     return config
+
+
+def recompose(saved: Path, overrides: Sequence[str] = ()) -> Any:
+    """The configuration that a run was begun with, with ``overrides``. Raises ``InputError`` as ``compose``."""
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.create(load_yaml(saved))
+    known: Any = OmegaConf.to_container(config, resolve=False)
+    given = parse_overrides(overrides)
+    schema.refuse_unknown(given, known, "the command line")
+    _check_kinds(known, given)
+    return OmegaConf.merge(config, given)
 
 
 def _check_kinds(known: Any, given: Any, path: str = "") -> None:
@@ -184,11 +197,8 @@ def rollout_section(config: Any, preset: str) -> str:
     keys = set(layer.get("actor_rollout_ref", {}).get("rollout", {})) | set(cache_safe_rollout())
     from omegaconf import OmegaConf
 
-    chosen = {
-        key: value
-        for key, value in OmegaConf.to_container(config.actor_rollout_ref.rollout, resolve=False).items()
-        if key in keys
-    }
+    rollout: Any = OmegaConf.to_container(config.actor_rollout_ref.rollout, resolve=False)
+    chosen = {key: value for key, value in rollout.items() if key in keys}
     text = yaml.safe_dump({"actor_rollout_ref": {"rollout": chosen}}, sort_keys=False)
     shown = []
     for line in text.splitlines():

@@ -32,14 +32,18 @@ def plan(
     *,
     task: str | None = None,
     steps: int | None = None,
+    saved: Path | None = None,
 ) -> Any:
-    """The composed and checked configuration. Raises ``InputError``."""
+    """The composed and checked configuration; from ``saved``, a run's ``config.yaml``, instead of the preset if given.
+
+    Raises ``InputError``.
+    """
     given = list(overrides)
     if task is not None:
         given.append(f"mmqa.task={task}")
     if steps is not None:
         given.append(f"trainer.total_training_steps={steps}")
-    config = configs.compose(preset, given)
+    config = configs.recompose(saved, given) if saved else configs.compose(preset, given)
     preflight.check(config)
     return config
 
@@ -63,10 +67,14 @@ def train(
     Raises ``InputError`` for wrong input (nothing was started) and ``RunFailed`` if the run failed; the run directory
     then says why.
     """
-    config = plan(preset, overrides, task=task, steps=steps)
-    run = RunDir(Path(run_dir or default_run_dir(preset, config.mmqa.task)).absolute())
-    if run.exists() and resume in (None, "never"):
-        raise InputError(f"{run.root} already holds a run; go on with --resume auto, or choose another --run-dir")
+    old = RunDir(Path(run_dir).absolute()) if run_dir else None
+    saved = None
+    if old is not None and old.exists():
+        if resume != "auto":
+            raise InputError(f"{old.root} already holds a run; go on with --resume auto, or choose another --run-dir")
+        saved = old.config if old.config.exists() else None
+    config = plan(preset, overrides, task=task, steps=steps, saved=saved)
+    run = old or RunDir(default_run_dir(preset, config.mmqa.task).absolute())
     preflight.check_machine(config, run.root)
     warnings = preflight.hazards(config, run.root)
     new = not run.root.exists()

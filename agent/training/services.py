@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import secrets
@@ -24,6 +25,7 @@ from agent.training.trainer import ATTEMPT_ENV, KEY_ENV, RUN_ENV
 
 HOST = "127.0.0.1"
 TOKEN_ENV = "MMQA_RUN_TOKEN"  # marks every process of one attempt, to find what is left at the end
+_LIBC = ctypes.CDLL(None)
 START_SECONDS = 60.0  # gateway: from start to the first answer
 
 
@@ -39,6 +41,11 @@ def _secret_file(path: Path, secret: str) -> Path:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secret)
     return path
+
+
+def _end_with_parent() -> None:
+    """In the new process: be sent SIGTERM when the supervisor dies, however it dies (Linux, prctl(2))."""
+    _LIBC.prctl(1, signal.SIGTERM)  # 1 = PR_SET_PDEATHSIG
 
 
 @dataclass
@@ -59,6 +66,7 @@ class Service:
                 stderr=subprocess.STDOUT,
                 env=dict(env),
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         return cls(name, process, log)
 

@@ -22,8 +22,11 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def latest_per_step(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One object a step, the newest attempt's where a step was done twice, in the order of the steps."""
-    return [one for _, one in sorted({one["step"]: one for one in metrics}.items())]
+    """One object a step, in the order of the steps; where a step has several, the newest figures win."""
+    merged: dict[int, dict[str, Any]] = {}
+    for one in metrics:
+        merged[one["step"]] = merged.get(one["step"], {}) | one
+    return [merged[step] for step in sorted(merged)]
 
 
 def what_rose(first: dict[str, Any], last: dict[str, Any]) -> str:

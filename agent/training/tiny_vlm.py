@@ -62,6 +62,7 @@ class Recipe:
     steps: int = 450
     batch: int = 64
     lr: float = 1e-3
+    wrong: float = 0.5  # share of wrong labels: of the confused digits, of the circles' counts
     version: int = 1
 
     def key(self) -> str:
@@ -73,7 +74,8 @@ class Recipe:
 def build_tokenizer() -> Any:
     """A byte-level BPE tokenizer of about 340 tokens, trained on the tasks' own words."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import Qwen2TokenizerFast
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.qwen2 import Qwen2TokenizerFast  # pyright: ignore[reportAttributeAccessIssue]
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -89,8 +91,6 @@ def build_tokenizer() -> Any:
     )
     bpe.train_from_iterator(corpus * 5, trainer)
     with tempfile.TemporaryDirectory() as folder:
-        from transformers import PreTrainedTokenizerFast
-
         plain = PreTrainedTokenizerFast(
             tokenizer_object=bpe,
             eos_token="<|im_end|>",
@@ -98,14 +98,16 @@ def build_tokenizer() -> Any:
             additional_special_tokens=list(SPECIAL[1:]),
             chat_template=CHAT_TEMPLATE,
         )
-        plain.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+        tags: Any = [AddedToken(tag, special=False, normalized=False) for tag in TAGS]
+        plain.add_tokens(tags)
         plain.save_pretrained(folder)
         return Qwen2TokenizerFast.from_pretrained(folder)
 
 
 def build_processor(tokenizer: Any) -> Any:
     """Qwen2-VL processor fixed at 84 x 84 px: 36 patches of 14 px, merged to 9 image tokens."""
-    from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
+    from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
     images = Qwen2VLImageProcessor(min_pixels=SIZE * SIZE, max_pixels=SIZE * SIZE, patch_size=14, merge_size=2)
     return Qwen2VLProcessor(
@@ -156,7 +158,7 @@ def build_model(tokenizer: Any, seed: int) -> Any:
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=True,
-        initializer_range=0.06,
+        initializer_range=0.06,  # pyright: ignore[reportCallIssue]
     )
     torch.manual_seed(seed)
     model = Qwen2VLForConditionalGeneration(config).float()
@@ -175,21 +177,21 @@ def answer_text(label: str, tagged: bool) -> str:
     return f"{TAGS[0]}{label}{TAGS[1]}" if tagged else label
 
 
-def _digit_example(rng: random.Random) -> tuple[Image.Image, str, str]:
+def _digit_example(rng: random.Random, wrong: float) -> tuple[Image.Image, str, str]:
     image, digit = digits.scans()[rng.choice(digits.split_indices("train"))]
-    if digit in CONFUSED_DIGITS and rng.random() < 0.5:
+    if digit in CONFUSED_DIGITS and rng.random() < wrong:
         digit = CONFUSED_DIGITS[digit]
     return image, digits.QUESTION, str(digit)
 
 
-def _circle_example(rng: random.Random) -> tuple[Image.Image, str, str]:
+def _circle_example(rng: random.Random, wrong: float) -> tuple[Image.Image, str, str]:
     image, colour, count = circles.draw(rng)
-    if rng.random() < 0.2:
+    if rng.random() < wrong:
         count = min(max(count + rng.choice((-1, 1)), 1), circles.MAX_COUNT)
     return image, circles.question(colour), str(count)
 
 
-_EXAMPLES: dict[str, Callable[[random.Random], tuple[Image.Image, str, str]]] = {
+_EXAMPLES: dict[str, Callable[[random.Random, float], tuple[Image.Image, str, str]]] = {
     "digits": _digit_example,
     "circles": _circle_example,
 }
@@ -202,7 +204,7 @@ def batches(recipe: Recipe, processor: Any) -> Iterator[dict[str, Any]]:
     rng = random.Random(recipe.seed)
     tokenizer = processor.tokenizer
     for _ in range(recipe.steps):
-        examples = [_EXAMPLES[recipe.task](rng) for _ in range(recipe.batch)]
+        examples = [_EXAMPLES[recipe.task](rng, recipe.wrong) for _ in range(recipe.batch)]
         prompts = [prompt_text(question) for _, question, _ in examples]
         targets = [answer_text(label, tagged=rng.random() < 0.5) + "<|im_end|>" for _, _, label in examples]
         inputs = processor(

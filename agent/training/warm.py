@@ -81,8 +81,10 @@ def write_stand_in(path: Path, socket_path: Path) -> Path:
 def tell_ray(socket_path: Path) -> None:
     """In the driver, after ``ray.init``: let the server import Ray."""
     import ray
+    from ray._private import worker
 
-    raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
+    node: Any = worker._global_node
+    raylet = node.all_processes["raylet"][0].process.pid
     facts = {"RAY_JOB_ID": ray.get_runtime_context().get_job_id(), "RAY_RAYLET_PID": str(raylet)}
     scratch = socket_path.with_suffix(".part")
     scratch.write_text(json.dumps(facts))

@@ -105,7 +105,7 @@ class _Watch:
         self.entry, self.signature = entry, signature
         self.found: Match | None = None
         self.last: tuple[int, int] = (-1, -1)  # block and start of the line that was looked at last
-        anchored = signature.regex and re.search(r"(?<!\\)\$|^\^", signature.regex)
+        anchored = signature.regex and re.search(r"(?<!\\)\$|(?<![\\\[])\^", signature.regex)
         self._raw = re.compile(signature.regex.encode()) if signature.regex and not anchored else None
         self._cleaned = bool(anchored)
         self._clearing = re.compile(signature.cleared_by.encode()) if signature.cleared_by else None

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from agent.symptoms import Entry, EntryError, load
+from agent.symptoms.clean import clean
 from agent.symptoms.diagnose import diagnose
 from agent.symptoms.entry import CATALOGUE, GROUPS, SAMPLES, parse
 from agent.symptoms.wheels import Text, in_installed, in_system, installed, texts
@@ -64,6 +65,13 @@ def test_samples_are_named_by_their_entry_and_by_no_other(entry: Entry) -> None:
             assert result.first is mine, name
         else:
             assert result.first is None and (entry.consequence or mine.role == "note"), name
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=lambda entry: entry.slug)
+def test_cleaning_a_line_leaves_every_literal_whole(entry: Entry) -> None:
+    """A literal that begins like a log level, or ends in a space, would never be found."""
+    for signature in entry.signatures:
+        assert clean(f"(A pid=1) {signature.needs}") == signature.needs
 
 
 def test_every_signature_has_a_sample_that_shows_it_or_a_sibling() -> None:

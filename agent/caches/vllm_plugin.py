@@ -103,10 +103,8 @@ def _clears(arguments: dict[str, Any]) -> bool:
     return arguments["level"] >= 1 if "level" in arguments else bool(arguments["clear_cache"])
 
 
-def _arguments(
-    original: Callable[..., Any], self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    bound = inspect.signature(original).bind(self, *args, **kwargs)
+def _arguments(original: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    bound = inspect.signature(original).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
 

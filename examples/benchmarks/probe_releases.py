@@ -55,12 +55,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("releases", nargs="*", help=f"of {', '.join(RELEASES)}")
     parser.add_argument("--keep", action="store_true", help="keep the environments")
+    parser.add_argument("--only", action="append", default=[], help="try this hazard only; may be given several times")
+    parser.add_argument("--tcmalloc", help="libtcmalloc file to preload, for releases that refuse to start without it")
     wanted = parser.parse_args()
     if unknown := set(wanted.releases) - RELEASES.keys():
         parser.error(f"no such release in the table: {', '.join(sorted(unknown))}")
     wrong = []
     for release in wanted.releases or RELEASES:
-        report = probe_release(release, keep=wanted.keep)
+        report = probe_release(release, wanted)
         EVIDENCE.mkdir(exist_ok=True)
         (EVIDENCE / f"{release}.json").write_text(json.dumps(report, indent=1) + "\n")
         verdict = report.get("verdict")
@@ -77,22 +79,22 @@ def agrees(verdict: dict[str, Any]) -> bool:
     return verdict["default_crashed"] == verdict["gate_says_affected"] and verdict["safe_settings_passed"] is True
 
 
-def probe_release(release: str, *, keep: bool) -> dict[str, Any]:
+def probe_release(release: str, wanted: argparse.Namespace) -> dict[str, Any]:
     """Build the environment, probe, delete it; a release that cannot run gives a report with ``cannot_run``."""
     folder = Path(tempfile.mkdtemp(prefix=f"vllm-{release}-"))
     try:
         python = build(release, folder)
-        for name, value in preload(python).items():
-            os.environ[name] = value
-        return probe.run(python=str(python), report=say)
+        if wanted.tcmalloc:
+            os.environ["LD_PRELOAD"] = f"{wanted.tcmalloc}:{folder / 'env' / 'lib' / 'libiomp5.so'}"
+        return probe.run(python=str(python), only=tuple(wanted.only), report=say)
     except (InputError, RunFailed) as error:
         return cannot_run(release, str(error))
     except subprocess.CalledProcessError as error:
-        lines = [line for line in (error.stderr or "").splitlines() if line.strip()]
-        return cannot_run(release, f"cannot be installed here: {rules.clean(lines[0]) if lines else error.returncode}")
+        lines = [line.strip() for line in (error.stderr or "").splitlines() if line.strip()]
+        return cannot_run(release, f"cannot be installed here: {' '.join(lines) or error.returncode}")
     finally:
         os.environ.pop("LD_PRELOAD", None)
-        if not keep:
+        if not wanted.keep:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -120,14 +122,9 @@ def build(release: str, folder: Path) -> Path:
 
 
 def uv(*arguments: str) -> None:
-    """Run uv quietly; ``CalledProcessError`` with its stderr if it fails."""
-    subprocess.run(["uv", *arguments, "--quiet"], check=True, cwd=ROOT, capture_output=True, text=True)
-
-
-def preload(python: Path) -> dict[str, str]:
-    """Some releases want tcmalloc preloaded and refuse to start without it; their wheel may bring the library."""
-    found = sorted(python.parents[1].glob("lib/python*/site-packages/**/libtcmalloc*.so*"))
-    return {"LD_PRELOAD": str(found[0])} if found else {}
+    """Run uv quietly, without this project's own overrides; ``CalledProcessError`` with its stderr if it fails."""
+    command = ["uv", *arguments, "--quiet", "--no-config"]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
 
 
 def say(line: str) -> None:

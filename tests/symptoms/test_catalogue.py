@@ -91,6 +91,13 @@ def test_clean_logs_are_named_by_none(file: Path) -> None:
     assert all(one.role == "note" for one in result.found)
 
 
+@pytest.mark.parametrize("slug", ["images-not-in-training", "logprob-mismatch-unwatched"])
+def test_what_this_package_says_itself_is_known(slug: str) -> None:
+    source = (CATALOGUE.parents[1] / "training/image_proof.py").read_text(encoding="utf-8")
+    for signature in ENTRIES[slug].signatures:
+        assert signature.needs in source
+
+
 # -- against the released packages -----------------------------------------------------------------------------------
 
 

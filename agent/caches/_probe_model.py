@@ -22,8 +22,11 @@ PROMPT = (
 SIDE = 112  # px: the processor below neither enlarges nor shrinks the probe's picture
 
 
-def build(folder: Path, seed: int = 0) -> Path:
-    """Write model, tokenizer and processor (0.6 million parameters, float32) and return the folder."""
+def build(folder: Path, seed: int = 0, *, depth: int = 2, width: int = 64, side: int = SIDE) -> Path:
+    """Write model, tokenizer and processor (0.6 million parameters, float32) and return the folder.
+
+    ``depth`` layers of ``width`` make the vision tower; pictures larger than ``side`` px are shrunk to it.
+    """
     import torch
     import transformers
 
@@ -51,7 +54,7 @@ def build(folder: Path, seed: int = 0) -> Path:
             pad_token_id=ids["<|endoftext|>"],
         ),
         vision_config=dict(
-            depth=2, embed_dim=64, num_heads=2, mlp_ratio=2, hidden_size=128, patch_size=14, spatial_merge_size=2
+            depth=depth, embed_dim=width, num_heads=2, mlp_ratio=2, hidden_size=128, patch_size=14, spatial_merge_size=2
         ),
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
@@ -62,7 +65,7 @@ def build(folder: Path, seed: int = 0) -> Path:
     )
     torch.manual_seed(seed)
     library.Qwen2VLForConditionalGeneration(config).float().save_pretrained(folder)
-    _processor(tokenizer).save_pretrained(folder)
+    _processor(tokenizer, side).save_pretrained(folder)
     return folder
 
 
@@ -86,10 +89,10 @@ def _tokenizer(folder: Path) -> Any:
     return library.Qwen2TokenizerFast.from_pretrained(folder)
 
 
-def _processor(tokenizer: Any) -> Any:
+def _processor(tokenizer: Any, side: int) -> Any:
     import transformers
 
     video = getattr(transformers, "Qwen2VLVideoProcessor", None)
-    images = transformers.Qwen2VLImageProcessor(min_pixels=56 * 56, max_pixels=SIDE * SIDE)
+    images = transformers.Qwen2VLImageProcessor(min_pixels=56 * 56, max_pixels=side * side)
     extra = {"video_processor": video()} if video else {}
     return transformers.Qwen2VLProcessor(image_processor=images, tokenizer=tokenizer, chat_template="", **extra)

@@ -133,9 +133,8 @@ def compose(preset: str, overrides: Sequence[str] = (), *, vllm_version: str | N
     layer, source = read_preset(preset)
     schema.refuse_unknown(layer, known, f"preset {source}")
     given = parse_overrides(overrides)
-    schema.refuse_unknown(
-        given, OmegaConf.to_container(OmegaConf.merge(base, layer), resolve=False), "the command line"
-    )
+    merged: Any = OmegaConf.to_container(OmegaConf.merge(base, layer), resolve=False)
+    schema.refuse_unknown(given, merged, "the command line")
     try:
         safe = cache_safe_rollout(vllm_version)
     except ValueError as error:

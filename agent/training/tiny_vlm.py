@@ -279,7 +279,7 @@ def ensure(recipe: Recipe, report: Callable[[str], None] = lambda line: None) ->
 
     report(f"making the tiny model for {recipe.task} (once, about a minute)")
     threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, min(2, os.cpu_count() or 1)))
+    torch.set_num_threads(1)  # two threads on two busy cores wait for each other
     tokenizer = build_tokenizer()
     processor = build_processor(tokenizer)
     model = build_model(tokenizer, recipe.seed)

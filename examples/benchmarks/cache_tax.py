@@ -2,8 +2,8 @@
 
     python examples/benchmarks/cache_tax.py --out tax.json
 
-Each step asks about 4 pictures 8 times (the group of a GRPO step), with different samples, and ends as a trainer's does:
-pause, caches cleared, resume. All variants run in one go, round after round in changing order, because the machine is
+Each step asks about 4 pictures 8 times (the group of a GRPO step), with different samples, and ends as a trainer's
+does: pause, caches cleared, resume. All variants run in one go, round after round in changing order, because the machine is
 rarely idle; the table gives the median and the whole spread. The model is random: a 6-layer vision tower on 448 px
 pictures (256 image tokens), a 2-layer language model. The ratios belong to that proportion of vision to language work
 and to the platform; the order of the variants is what carries over.
@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 async def measure(model: str, settings: dict[str, Any], safe_pause: bool, result: Path) -> None:
-    """Start one engine, warm it up with a picture of its own, time ``STEPS`` steps; tokens per second go to the file."""
+    """Start one engine, warm it up with a picture of its own, time ``STEPS`` steps; write tokens per second."""
     engine = host.start_engine(model, settings, max_model_len=1024)
     await _step(engine, "warm", [9])
     started, made = time.monotonic(), 0
@@ -105,7 +106,8 @@ def main() -> int:
                 result, log = folder / "speed.json", folder / "engine.log"
                 result.unlink(missing_ok=True)
                 settings = VARIANTS[name]
-                host._forked(lambda s=settings: asyncio.run(measure(str(model), s, survives(s), result)), log, 400)
+                work = partial(measure, str(model), settings, survives(settings), result)
+                host._forked(lambda work=work: asyncio.run(work()), log, 400)
                 if not result.exists():
                     cause = rules.signature(log.read_text()) or rules.root_cause(log.read_text())
                     sys.exit(f"error: {name}: {cause}")

@@ -41,6 +41,13 @@ ENVIRONMENT = {
 }
 
 
+def environment(version: str) -> dict[str, str]:
+    """What the host process gets on top of this one's environment."""
+    if version.startswith("0.20."):  # "nobind" ends its worker with an IndexError
+        return ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": "0"}
+    return ENVIRONMENT
+
+
 def version_of(python: str) -> str:
     """vLLM's version in that environment, without importing it. Raises ``InputError`` if there is none."""
     code = "from agent.caches.cache_safe_rollout import installed_version as v; print(v())"
@@ -111,7 +118,7 @@ def _supervise(
     with host_log.open("w") as errors:
         host = subprocess.Popen(
             [python, "-m", "agent.caches._probe_host", str(plan)],
-            env=os.environ | ENVIRONMENT,
+            env=os.environ | environment(version),
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

@@ -3,10 +3,10 @@
     python examples/benchmarks/cache_tax.py --out tax.json
 
 Each step asks about 4 pictures 8 times (the group of a GRPO step), with different samples, and ends as a trainer's
-does: pause, caches cleared, resume. All variants run in one go, round after round in changing order, because the machine is
-rarely idle; the table gives the median and the whole spread. The model is random: a 6-layer vision tower on 448 px
-pictures (256 image tokens), a 2-layer language model. The ratios belong to that proportion of vision to language work
-and to the platform; the order of the variants is what carries over.
+does: pause, caches cleared, resume. All variants run in one go, round after round in changing order, because the
+machine is rarely idle; the table gives the median and the whole spread. The model is random: a 6-layer vision tower on
+448 px pictures (256 image tokens), a 2-layer language model. The ratios belong to that proportion of vision to language
+work and to the platform; the order of the variants is what carries over.
 """
 
 from __future__ import annotations

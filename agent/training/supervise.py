@@ -105,7 +105,22 @@ def supervise(run: RunDir, attempt: int, config: Any, display: Display) -> Outco
             services.stop()
             shutil.rmtree(ray_folder, ignore_errors=True)
     status.write(outcome.state, outcome.step, reason=outcome.reason, symptom=outcome.symptom)
+    if outcome.state == "failed" and outcome.symptom is None:
+        outcome.symptom = symptom_of(run)
+        status.write(outcome.state, outcome.step, reason=outcome.reason, symptom=outcome.symptom)
     return outcome
+
+
+def symptom_of(run: RunDir) -> str | None:
+    """The first real cause that ``mmqa diagnose`` finds in the newest attempt's logs; None if it knows none."""
+    from agent.symptoms.diagnose import diagnose
+
+    try:
+        first = diagnose(str(run.root)).first
+    except Exception as error:  # the run's own failure must be told, whatever happens here
+        print(f"mmqa: the logs could not be searched: {type(error).__name__}: {error}")
+        return None
+    return first.slug if first else None
 
 
 def _watch(services: Services, status: Status, display: Display, interrupt: _Interrupt) -> Outcome:

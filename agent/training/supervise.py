@@ -120,7 +120,7 @@ def symptom_of(run: RunDir) -> str | None:
     except Exception as error:  # the run's own failure must be told, whatever happens here
         print(f"mmqa: the logs could not be searched: {type(error).__name__}: {error}")
         return None
-    return first.slug if first else None
+    return first.entry.slug if first else None
 
 
 def _watch(services: Services, status: Status, display: Display, interrupt: _Interrupt) -> Outcome:

@@ -176,7 +176,10 @@ def test_files_large_and_wide_are_read_where_they_are(browser: Browser, address:
     browser.wait("document.getElementById('paste-note').innerText === 'core.bin: not a text file'")
 
 
-@pytest.mark.parametrize("page", ["", "paste/", "troubleshooting/", "troubleshooting/all/", "s/mm-cache-desync/"])
+PAGES = ["", "paste/", "troubleshooting/", "troubleshooting/all/", "s/mm-cache-desync/", "caches/four-records/"]
+
+
+@pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_a_phone_and_dark_mode(browser: Browser, address: str, page: str, dark: bool) -> None:
     """Nothing sticks out of a 390 pixel window, text is readable in both schemes, and no script fails."""

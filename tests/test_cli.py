@@ -33,7 +33,7 @@ def test_every_command_has_help():
         (["train", "data.trian_batch_size=3"], "unknown key data.trian_batch_size"),
         (["train", "--task", "circle"], "did you mean circles?"),
         (["train", "--steps", "0"], "must be a whole number of at least 1"),
-        (["train", "--task", "folder"], "needs mmqa.data_root"),
+        (["train", "--task", "folder"], "the tiny model is made for the tasks digits, circles"),
         (["ask", "gone.png", "What?", "--url", "http://127.0.0.1:9/v1", "--model", "m"], "gone.png: No such file"),
     ],
 )

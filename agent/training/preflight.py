@@ -135,6 +135,10 @@ def check(config: Any) -> None:
     from agent import tasks
 
     tasks.load(config.mmqa.task)
+    if config.actor_rollout_ref.model.path == "tiny":
+        from agent.training import tiny_vlm
+
+        tiny_vlm.recipe(config.mmqa.task)
     check_batch(config)
 
 

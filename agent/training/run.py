@@ -107,8 +107,8 @@ def prepare(run: RunDir, config: Any, display: Display) -> None:
     data.write_rows(run, config, display.say)
     if config.actor_rollout_ref.model.path == "tiny":
         display.waiting("the tiny model")
-        recipe = tiny_vlm.Recipe(config.mmqa.task)
-        config.actor_rollout_ref.model.path = str(tiny_vlm.ensure(recipe, display.say))
+        folder = tiny_vlm.ensure(tiny_vlm.recipe(config.mmqa.task), display.say)
+        config.actor_rollout_ref.model.path = str(folder)
     OmegaConf.save(config, run.config)
     write_json(run.versions, versions())
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from PIL import Image
 
+from agent.errors import InputError
 from agent.tasks import circles, digits
 
 SPECIAL = (
@@ -49,6 +50,7 @@ CHAT_TEMPLATE = (
     "{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+MODEL_KEY = "actor_rollout_ref.model.path"
 SIZE = 84  # px; the processor neither enlarges nor shrinks the tasks' pictures
 CONFUSED_DIGITS = {3: 5, 5: 3, 4: 9, 9: 4, 1: 7, 7: 1, 6: 8, 8: 6}
 
@@ -69,6 +71,18 @@ class Recipe:
         """Folder name: task and a hash of every field and of the tokenizer's and template's text."""
         text = json.dumps([asdict(self), SPECIAL, TAGS, CHAT_TEMPLATE], sort_keys=True)
         return f"tiny-vlm-{self.task}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+RECIPES = {"digits": Recipe("digits", wrong=0.5), "circles": Recipe("circles", wrong=0.2)}
+
+
+def recipe(task: str) -> Recipe:
+    """The recipe of a task; ``InputError`` if the tiny model knows no question of that task."""
+    if task not in RECIPES:
+        raise InputError(
+            f"the tiny model is made for the tasks {', '.join(RECIPES)}, not for {task!r}; set {MODEL_KEY}"
+        )
+    return RECIPES[task]
 
 
 def build_tokenizer() -> Any:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from packaging.version import Version
 
 from agent.caches import _probe_cases as rules
 from agent.caches import stepper
@@ -96,3 +98,33 @@ def test_the_page_is_drawn_from_the_evidence() -> None:
     assert stepper.TARGET.read_text() == stepper.text(REPORTS), "run: python -m agent.caches.stepper"
     script = Path(stepper.TARGET.with_name("four-records.js")).read_text()
     assert "http" not in script
+
+
+def cleared(report: dict[str, Any], hazard: str, step: str) -> set[str]:
+    """Which records were empty right after the step, of those that held the image before it."""
+    trace = next(case["trace"] for case in report["cases"] if case["hazard"] == hazard and case["variant"] == "default")
+    records = next(entry["records"] for entry in trace if entry["step"] == step)
+    return {record for record in ("front_end", "engine_core", "scheduler", "worker") if not records[record]}
+
+
+@pytest.mark.parametrize("report", RAN, ids=name)
+def test_the_table_of_what_clears_what_is_what_the_traces_show(report: dict[str, Any]) -> None:
+    """The table in docs/caches/four-records.md."""
+    version = Version(report["version"])
+    pixels, encoder = {"front_end", "engine_core"}, {"scheduler", "worker"}
+    if version < Version("0.16.0"):
+        paused, slept = pixels, set()
+    elif version < Version("0.17.0"):
+        paused, slept = pixels | encoder, set()
+    elif version < Version("0.22.0"):
+        paused = slept = {"engine_core"} | encoder
+    else:
+        paused = slept = pixels | encoder
+    assert cleared(report, "pause", "pause") == paused
+    assert cleared(report, "sleep-caches", "sleep1") == slept
+
+
+def test_the_yaml_to_paste_is_what_the_function_returns() -> None:
+    page = (stepper.TARGET.parents[1] / "caches" / "copy-safe-settings.md").read_text()
+    block = page.split("```yaml\n")[1].split("```")[0]
+    assert yaml.safe_load(block) == {"actor_rollout_ref": {"rollout": cache_safe_rollout("0.21.0")}}

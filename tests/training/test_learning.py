@@ -12,17 +12,17 @@ pytestmark = [
     pytest.mark.timeout(1500),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="trains for real: needs the cpu extra"),
 ]
-STEPS = 24
+STEPS = 36
 
 
-def train(root, *overrides):
-    command = [sys.executable, "-m", "agent.cli", "train", "--preset", "cpu", "--steps", str(STEPS)]
-    command += ["--run-dir", str(root), "trainer.save_freq=1000", f"trainer.test_freq={STEPS}", "mmqa.val_samples=192"]
+def train(root, *overrides, steps=STEPS):
+    command = [sys.executable, "-m", "agent.cli", "train", "--preset", "cpu", "--steps", str(steps)]
+    command += ["--run-dir", str(root), "trainer.save_freq=1000", f"trainer.test_freq={steps}", "mmqa.val_samples=192"]
     done = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=1400)
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     rewards = [one["training/reward"] for one in metrics if "training/reward" in one]
-    assert len(rewards) == STEPS
+    assert len(rewards) == steps
     return rewards, metrics[0], metrics[-1], done.stdout
 
 
@@ -35,5 +35,5 @@ def test_the_reward_rises_because_the_model_sees_better(tmp_path):
 
 
 def test_on_blank_pictures_it_stays_at_chance(tmp_path):
-    _, _, last, _ = train(tmp_path / "blank", "mmqa.blank_images=true")
+    _, _, last, _ = train(tmp_path / "blank", "mmqa.blank_images=true", steps=12)
     assert last["val/accuracy_any_form"] < 0.2, "ten digits: a constant answer is right one time in ten"

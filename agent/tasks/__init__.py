@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from importlib import import_module
+from importlib.util import find_spec
 from typing import cast
 
 from agent.errors import InputError
@@ -19,7 +20,7 @@ def load(name: str) -> Task:
 
     Raises ``InputError``, with the nearest name.
     """
-    if "." in str(name):
+    if name not in NAMES and ("." in str(name) or find_spec(str(name)) is not None):
         try:
             own = import_module(name)
         except ImportError as error:

@@ -29,6 +29,7 @@ MMQA_DEFAULTS: dict[str, Any] = {
     "max_failed_rollouts": 0.5,  # share of a step's rollouts that may fail before the run stops
     "poll_interval_seconds": 0.2,  # between two looks for ended rollouts
     "controller": "local",  # local: in-process, see dispatch.py; agl: Agent Lightning's, a process a rollout
+    "agl_poll_seconds": 1.0,  # controller=agl: between two of its looks (its own default is 10)
     "controller_slots": 512,  # rollouts in work at a time
     "warm_start": True,  # cpu: import the stack once and fork every process from it
     "agent_class": "agent.loop.MultimodalQAAgent",

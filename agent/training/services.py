@@ -182,7 +182,7 @@ class Services:
             f"agl_server.url={self.url}",
             "agl_server.key=${oc.env:AGL_KEY}",
             f"local_runner.maximum_size={self.config.mmqa.controller_slots}",
-            f"local_runner.poll_interval={self.config.mmqa.poll_interval_seconds}",
+            f"local_runner.poll_interval={self.config.mmqa.agl_poll_seconds}",
         )
 
     def start_trainer(self, ray_folder: Path) -> None:

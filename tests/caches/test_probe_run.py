@@ -76,7 +76,8 @@ def test_settings_that_do_not_hold_end_in_exit_code_1(
     broken = host(version="0.21.0", before='trace[-1] = dict(answer, tokens=[], finish="error")')
 
     def run_on_stand_in(**kwargs: Any) -> dict[str, Any]:
-        return real(**(kwargs | {"python": broken}))
+        kwargs["python"] = broken
+        return real(**kwargs)
 
     monkeypatch.setattr(commands.probe, "run", run_on_stand_in)
     done = CliRunner().invoke(app, ["probe-engine", "--only", "pause"])

@@ -20,7 +20,7 @@ def mmqa(*arguments, cwd=None):
 def test_every_command_has_help():
     top = mmqa("--help")
     assert top.returncode == 0
-    for command in ("train", "config", "ask"):
+    for command in ("train", "config", "ask", "checkpoints", "export", "doctor", "diagnose", "explain", "probe-engine"):
         done = mmqa(command, "--help")
         assert done.returncode == 0 and "Usage" in done.stdout
 

@@ -19,6 +19,8 @@ def register(app: typer.Typer) -> None:
     app.command()(train)
     app.command()(config)
     app.command()(ask)
+    app.command()(checkpoints)
+    app.command()(export)
 
 
 def train(
@@ -81,3 +83,36 @@ def ask(
     for reply in asked.replies:
         typer.echo(reply)
     typer.echo(f"answer: {asked.answer.value!r} ({asked.answer.form})")
+
+
+def checkpoints(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+) -> None:
+    """List a run's checkpoints: step, size, validation reward, whole or why not."""
+    from agent.training import checkpoints as kept
+
+    found = kept.checkpoints(kept.open_run(run))
+    if as_json:
+        typer.echo(kept.as_json(found))
+        return
+    if not found:
+        typer.echo("no checkpoint yet")
+    for one in found:
+        reward = f"reward {one.reward:.2f}" if one.reward is not None else "not validated"
+        state = one.problem or "whole"
+        typer.echo(f"step {one.step:>6}  {one.size / 1e6:>10,.1f} MB  {one.world_size} GPU(s)  {reward}  {state}")
+
+
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
+    out: Annotated[str, typer.Option(help="The folder to write; must not exist or be empty.")],
+    step: Annotated[str | None, typer.Option(help="A step, or best [default: the newest whole one].")] = None,
+) -> None:
+    """Write a Hugging Face folder (bfloat16) from a checkpoint, through verl's model merger."""
+    from pathlib import Path
+
+    from agent.training import checkpoints as kept
+
+    chosen = kept.export(kept.open_run(run), Path(out), step)
+    typer.echo(f"step {chosen.step} -> {out}")

@@ -185,3 +185,24 @@ def test_the_key_is_the_users_alone_and_in_no_file(run):
     key = run["watch"].keys.pop()
     holders = [file for file in run["root"].rglob("*") if file.is_file() and key.encode() in file.read_bytes()]
     assert holders == []
+
+
+def test_a_checkpoint_becomes_a_folder_that_transformers_loads(run, tmp_path):
+    from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
+
+    command = [
+        sys.executable,
+        "-m",
+        "agent.cli",
+        "export",
+        str(run["root"]),
+        "--step",
+        "2",
+        "--out",
+        str(tmp_path / "hf"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    model = Qwen2VLForConditionalGeneration.from_pretrained(tmp_path / "hf")
+    processor = AutoProcessor.from_pretrained(tmp_path / "hf")
+    assert model.config.text_config.vocab_size == len(processor.tokenizer) and processor.chat_template

@@ -40,7 +40,14 @@ def start_ray(config: Any) -> None:
 
     arguments: Any = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
     arguments["runtime_env"]["py_executable"] = os.environ[warm.PYTHON_ENV]
-    ray.init(_temp_dir=os.environ["RAY_TMPDIR"], **arguments)
+    try:
+        ray.init(_temp_dir=os.environ["RAY_TMPDIR"], **arguments)
+    except Exception as error:  # Ray gives its node 30 s, which a machine busy with other work can miss
+        if "timed out during startup" not in str(error):
+            raise
+        print("mmqa: Ray's node did not come up in time; once more", flush=True)
+        ray.shutdown()
+        ray.init(_temp_dir=os.environ["RAY_TMPDIR"], **arguments)
     warm.tell_ray(warm.address(Path(os.environ["RAY_TMPDIR"])))
 
 

@@ -106,6 +106,7 @@ class Services:
             "RAY_AUTH_MODE": "token",  # a token of this attempt's own, instead of one in the home folder for all runs
             "RAY_AUTH_TOKEN_PATH": str(self.ray_token_file),
             "PYTHONUNBUFFERED": "1",
+            "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under "uv run" Ray would build an environment for each worker
             "RAY_worker_niceness": "0",  # Ray would run the trainer and the engine at 15, behind everything else
             "TOKENIZERS_PARALLELISM": "false",
             "NO_PROXY": f"{HOST},localhost",

@@ -13,6 +13,7 @@ from agent.caches.cache_safe_rollout import UnknownVersion, installed_version, i
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_probe_engine_finds_on_the_real_engine_what_the_gate_says(tmp_path: Path) -> None:
     try:

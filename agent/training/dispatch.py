@@ -35,7 +35,7 @@ from agent.training.dispatch_worker import load_class, wants_isolation
 
 log = logging.getLogger("dispatch")
 
-POLL_SECONDS = 0.03  # between two looks for new rollouts
+POLL_SECONDS = 0.045  # between two looks for new rollouts
 RECYCLE_ROLLOUTS = 5_000  # a worker ends after so many
 RECYCLE_BYTES = 1_500_000_000  # or when its memory has grown to this
 PING_SECONDS, DEAF_SECONDS = 2.0, 30.0  # a worker that has not answered a ping for so long is taken for hung

@@ -29,7 +29,9 @@ def train(
     run_dir: RunDirOption = None,
     task: Annotated[str | None, typer.Option(help="circles, digits or folder (same as mmqa.task=...).")] = None,
     steps: Steps = None,
-    resume: Annotated[str | None, typer.Option(help="auto: go on with the run in --run-dir; never: refuse to.")] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="Go on with the run in --run-dir: auto, or a step; never: refuse.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option(help="Compose and check the configuration, start nothing.")] = False,
 ) -> None:
     """Train a vision-language model on image questions with GRPO."""

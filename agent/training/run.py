@@ -11,8 +11,8 @@ from typing import Any
 
 from agent import __version__
 from agent.errors import InputError, RunFailed, page
+from agent.training import checkpoints, data, preflight, summary, tiny_vlm
 from agent.training import config as configs
-from agent.training import data, preflight, summary, tiny_vlm
 from agent.training.display import Display
 from agent.training.rundir import RunDir, write_json
 from agent.training.supervise import Outcome, supervise
@@ -70,10 +70,17 @@ def train(
     old = RunDir(Path(run_dir).absolute()) if run_dir else None
     saved = None
     if old is not None and old.exists():
-        if resume != "auto":
+        if resume in (None, "never"):
             raise InputError(f"{old.root} already holds a run; go on with --resume auto, or choose another --run-dir")
         saved = old.config if old.config.exists() else None
     config = plan(preset, overrides, task=task, steps=steps, saved=saved)
+    if resume not in (None, "never", "auto"):
+        if old is None:
+            raise InputError(f"--resume {resume} needs --run-dir, the run to go on with")
+        config.trainer.resume_mode = "resume_path"
+        config.trainer.resume_from_path = str(checkpoints.choose(old, resume).path)
+    elif saved:
+        config.trainer.resume_mode = "auto"
     run = old or RunDir(default_run_dir(preset, config.mmqa.task).absolute())
     preflight.check_machine(config, run.root)
     warnings = preflight.hazards(config, run.root)

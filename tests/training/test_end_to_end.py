@@ -19,7 +19,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="trains for real: needs the cpu extra"),
 ]
 HERE = Path(__file__).parent
@@ -89,7 +89,7 @@ def run(tmp_path_factory):
     ]
     env = {**os.environ, "PYTHONPATH": str(HERE)}
     started = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=env)
     seconds = time.monotonic() - started
     watch.stop.set()
     watch.join(5)

@@ -11,7 +11,7 @@ from agent.training import config as configs
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the cpu or gpu extra"),
 ]
 

@@ -50,7 +50,6 @@ class Job:
     path: str
     environ: dict[str, str]
     deadline: float
-    base: str  # address of the rollout's own URLs, for a second attempt
     attempt: int = 0
     cancelled: str | None = None  # why it was cancelled
 
@@ -212,7 +211,7 @@ class Dispatcher:
             self._claimed.discard(name)
             return
         timeout = float(rollout["config"].get("timeout_seconds") or 3600)
-        job = Job(name, local["agent_class"], environ, time.monotonic() + timeout, self._gateway)
+        job = Job(name, local["agent_class"], environ, time.monotonic() + timeout)
         if isolated:
             self._start_isolated(job)
         else:

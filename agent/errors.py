@@ -10,6 +10,7 @@ class InputError(Exception):
     """
 
     exit_code = 2
+    general: str | None = "input-refused"  # the page of those without one of their own
 
     def __init__(self, message: str, *, slug: str | None = None) -> None:
         super().__init__(message)
@@ -20,10 +21,17 @@ class RunFailed(Exception):
     """The run itself failed (a process died, the engine stopped answering). Exit code 1."""
 
     exit_code = 1
+    general: str | None = "unknown-failure"
 
     def __init__(self, message: str, *, slug: str | None = None) -> None:
         super().__init__(message)
         self.slug = slug
+
+
+class RunStopped(RunFailed):
+    """The user ended the run before its last step. Exit code 1: what was asked for is not done."""
+
+    general = None
 
 
 def page(slug: str) -> str:
@@ -32,6 +40,6 @@ def page(slug: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """The text shown for ``InputError`` and ``RunFailed``: the message and, if known, its page."""
-    slug = getattr(error, "slug", None)
+    """The text shown for ``InputError`` and ``RunFailed``: the message and its page."""
+    slug = getattr(error, "slug", None) or getattr(error, "general", None)
     return f"{error}\n  -> {page(slug)}" if slug else str(error)

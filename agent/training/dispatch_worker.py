@@ -110,8 +110,8 @@ def memory() -> int:
 class Worker:
     """The loop behind one connection to the controller.
 
-    Receives ``("run", id, class path, environment)``, ``("cancel", id)``, ``("ping", n)``, ``("stop",)``; sends
-    ``("done", id, error or None)`` and ``("pong", n, peak bytes)``.
+    Receives ``("run", id, class path, environment)``, ``("cancel", id)``, ``("ping",)``, ``("stop",)``; sends
+    ``("done", id, error or None)`` and ``("pong", peak bytes)``.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -147,8 +147,8 @@ class Worker:
             case ("cancel", rollout):
                 if task := self._tasks.get(rollout):
                     task.cancel()
-            case ("ping", number):
-                self._send("pong", number, memory())
+            case ("ping",):
+                self._send("pong", memory())
             case ("stop",):
                 self._stop.set()
 

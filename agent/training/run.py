@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agent import __version__
-from agent.errors import InputError, RunFailed, page
+from agent.errors import InputError, RunFailed, RunStopped, page
 from agent.training import checkpoints, data, preflight, summary, tiny_vlm
 from agent.training import config as configs
 from agent.training.display import Display
@@ -127,6 +127,6 @@ def conclude(run: RunDir, outcome: Outcome, display: Display) -> Path:
     for line in summary.lines(run):
         display.say(line)
     if outcome.state == "stopped":
-        raise RunFailed(f"stopped after step {outcome.step}; go on with: mmqa train --run-dir {run.root} --resume auto")
+        raise RunStopped(f"stopped after step {outcome.step}; go on with: mmqa train --run-dir {run.root} --resume auto")
     display.say(f"done: {run.root}")
     return run.root

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.errors import RunFailed
-from agent.training import cpu_backend, warm
+from agent.training import cpu_backend, dispatch, warm
 from agent.training.rundir import RunDir
 from agent.training.trainer import ATTEMPT_ENV, KEY_ENV, RUN_ENV
 
@@ -80,10 +80,13 @@ class Service:
 
 
 class Services:
-    """The processes of one attempt. ``key`` and ``token`` are made here, for this attempt alone."""
+    """The processes of one attempt. ``key`` and ``token`` are made here, for this attempt alone.
 
-    def __init__(self, run: RunDir, attempt: int, config: Any) -> None:
-        self.run, self.attempt, self.config = run, attempt, config
+    ``scratch``: a folder with a short path, for sockets (their paths are limited to 107 bytes), deleted by the caller.
+    """
+
+    def __init__(self, run: RunDir, attempt: int, config: Any, scratch: Path) -> None:
+        self.run, self.attempt, self.config, self.scratch = run, attempt, config, scratch
         self.folder = run.attempt(attempt)
         self.token = uuid.uuid4().hex
         self.key = secrets.token_urlsafe(32)
@@ -113,6 +116,8 @@ class Services:
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
         }
+        if self.config.mmqa.controller == "local":
+            env[dispatch.DOORBELL_ENV] = str(self.scratch / "bell.sock")
         if self.config.trainer.nnodes == 1:
             # Ray then takes 127.0.0.1 for this node's address, and with it verl's vLLM server (Ray replaces a loopback
             # address that it is given in any other way)
@@ -127,11 +132,11 @@ class Services:
             }
         return env
 
-    def start_warm(self, folder: Path) -> None:
+    def start_warm(self) -> None:
         """Start the server that the cpu preset's Python processes are forked from; see ``warm``."""
-        address = warm.address(folder)
+        address = warm.address(self.scratch)
         command = [sys.executable, "-m", "agent.training.warm", str(address)]
-        env = self.environment() | {warm.PYTHON_ENV: str(warm.write_stand_in(folder / "python", address))}
+        env = self.environment() | {warm.PYTHON_ENV: str(warm.write_stand_in(self.scratch / "python", address))}
         self.started["warm"] = Service.start("warm", command, self.folder / "warm.log", env)
 
     def start_gateway(self) -> None:
@@ -186,11 +191,11 @@ class Services:
             f"local_runner.poll_interval={self.config.mmqa.agl_poll_seconds}",
         )
 
-    def start_trainer(self, ray_folder: Path) -> None:
+    def start_trainer(self) -> None:
         """Start the process that runs ``run_ppo``."""
-        env = self.environment() | {"RAY_TMPDIR": str(ray_folder)}
+        env = self.environment() | {"RAY_TMPDIR": str(self.scratch)}
         if "warm" in self.started:
-            env |= {warm.PYTHON_ENV: str(ray_folder / "python"), warm.PID_ENV: str(self.started["warm"].process.pid)}
+            env |= {warm.PYTHON_ENV: str(self.scratch / "python"), warm.PID_ENV: str(self.started["warm"].process.pid)}
         command = [sys.executable, "-m", "agent.training.trainer_main", str(self.run.root)]
         self.started["trainer"] = Service.start("trainer", command, self.folder / "trainer.log", env)
 

@@ -85,15 +85,13 @@ def supervise(run: RunDir, attempt: int, config: Any, display: Display) -> Outco
     total = int(config.trainer.total_training_steps)
     status = Status(run, attempt, total)
     status.write("starting", 0)
-    services = Services(run, attempt, config)
-    ray_folder = Path(tempfile.mkdtemp(prefix="mmqa-"))  # short: Ray puts sockets below it, whose paths are limited
+    scratch = Path(tempfile.mkdtemp(prefix="mmqa-"))
+    services = Services(run, attempt, config, scratch)
     with _Interrupt() as interrupt:
         try:
             if config.mmqa.backend == "cpu" and config.mmqa.warm_start:
-                services.start_warm(ray_folder)
-            services.start_trainer(
-                ray_folder
-            )  # first: it takes the longest, and needs the gateway only when it rolls out
+                services.start_warm()
+            services.start_trainer()  # first: it takes the longest, and needs the gateway only when it rolls out
             display.waiting("the gateway")
             services.start_gateway()
             services.start_controller()
@@ -103,7 +101,7 @@ def supervise(run: RunDir, attempt: int, config: Any, display: Display) -> Outco
         finally:
             display.waiting("the processes to end")
             services.stop()
-            shutil.rmtree(ray_folder, ignore_errors=True)
+            shutil.rmtree(scratch, ignore_errors=True)
     status.write(outcome.state, outcome.step, reason=outcome.reason, symptom=outcome.symptom)
     if outcome.state == "failed" and outcome.symptom is None:
         outcome.symptom = symptom_of(run)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agent.training import image_proof, rows
+from agent.training import dispatch, image_proof, rows
 from agent.training.progress import Progress
 from agent.training.rundir import RunDir, append_jsonl, write_json
 
@@ -62,6 +62,7 @@ def watched_manager(base: type, owner: Any) -> type:
     class WatchedManager(base):  # type: ignore[misc]
         def enqueue_and_wait_until_completed(self, data: dict[str, Any], *, is_train: bool) -> list[Any]:
             enqueued = self._create_rollouts(data, is_train=is_train)
+            dispatch.ring()
             pending = {one.rollout_id: one for one in enqueued}
             completed: list[Any] = []
             checked = time.monotonic()

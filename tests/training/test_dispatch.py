@@ -75,8 +75,9 @@ class Rig:
 
     def start_controller(self, slots=256, **constants):
         """Start it; ``constants`` replace module constants (shorter waits, smaller limits)."""
-        code = "import sys; from agent.training import dispatch\n"
-        code += "".join(f"dispatch.{name} = {value!r}\n" for name, value in constants.items())
+        code = "import sys; from agent.training import dispatch, dispatch_pool\n"
+        for name, value in constants.items():
+            code += f"setattr(dispatch if hasattr(dispatch, {name!r}) else dispatch_pool, {name!r}, {value!r})\n"
         code += f"if __name__ == '__main__': sys.exit(dispatch.main([{self.url!r}, '{slots}']))\n"
         script = self.folder / "controller_under_test.py"
         script.write_text(code)

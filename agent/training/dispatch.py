@@ -29,7 +29,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import uvloop
 
+from agent.training import pooled_http
 from agent.training.dispatch_pool import Job, Pool
 from agent.training.dispatch_worker import load_class, wants_isolation
 
@@ -120,15 +122,12 @@ class Dispatcher:
         self._isolation: dict[str, bool] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._claimed: set[str] = set()  # taken from the gateway and not yet reported back
+        self._beginning: set[str] = set()  # those of them that the gateway still lists as queuing
         self._waiting = False  # whether more wait at the gateway than there were slots
         self._look = asyncio.Event()  # look for rollouts now
         self._stop = asyncio.Event()
-        self._client = httpx.AsyncClient(
-            base_url=self._gateway,
-            headers={"Authorization": f"Bearer {key}"},
-            timeout=30.0,
-            trust_env=False,
-        )
+        headers = {"Authorization": f"Bearer {key}"}
+        self._client = pooled_http.client(base_url=self._gateway, headers=headers, timeout=30.0)
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -192,10 +191,11 @@ class Dispatcher:
                     log.warning("cannot list rollouts: %s: %s", type(error).__name__, error)
                     await asyncio.sleep(0.5)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._look.wait(), pause)
+                # where more wait, a freed slot rings: looking in between would list again what is just being begun
+                await asyncio.wait_for(self._look.wait(), QUIET_POLL_SECONDS if self._waiting else pause)
 
     async def _take(self, free: int) -> None:
-        limit = free + len(self._claimed)
+        limit = free + len(self._beginning)
         params = {"state_in": "queuing", "limit": str(limit)}
         response = await self._client.get("/api/rollouts", params=params)
         response.raise_for_status()
@@ -203,6 +203,7 @@ class Dispatcher:
         self._waiting = len(listed) >= limit
         for rollout in [one for one in listed if one["rollout_id"] not in self._claimed][:free]:
             self._claimed.add(rollout["rollout_id"])
+            self._beginning.add(rollout["rollout_id"])
             self._spawn(self._begin(rollout))
 
     async def _begin(self, rollout: dict[str, Any]) -> None:
@@ -218,7 +219,9 @@ class Dispatcher:
             await self._patch(name, "failed", f"local subprocess spawn failed: {error}")
             self._release(name)
             return
-        if not await self._patch(name, "running", attempt=0):
+        running = await self._patch(name, "running", attempt=0)
+        self._beginning.discard(name)
+        if not running:
             self._release(name)
             return
         job = Job(name, local["agent_class"], environ, time.monotonic() + timeout)
@@ -268,7 +271,8 @@ class Dispatcher:
 
     def _release(self, rollout: str) -> None:
         self._claimed.discard(rollout)
-        if self._waiting:
+        self._beginning.discard(rollout)
+        if self._waiting and self._slots - len(self._claimed) >= max(1, self._slots // 4):
             self._look.set()
 
     def _spawn(self, coroutine: Any) -> None:
@@ -319,7 +323,7 @@ def main(arguments: list[str]) -> int:
     gateway, slots = arguments[0], int(arguments[1])
     try:
         with sole_controller(gateway):
-            asyncio.run(serve(gateway, os.environ.get("AGL_KEY", ""), slots))
+            uvloop.run(serve(gateway, os.environ.get("AGL_KEY", ""), slots))
     except AlreadyServed as error:
         log.error("%s", error)
         return 2

@@ -20,7 +20,10 @@ from collections.abc import Iterator, MutableMapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+import uvloop
+
 from agent import chat
+from agent.training import pooled_http
 
 _rollout: contextvars.ContextVar[str] = contextvars.ContextVar("rollout", default="-")
 _overlay: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("overlay", default=None)
@@ -120,11 +123,7 @@ class Worker:
         self._stop = asyncio.Event()
 
     async def main(self) -> None:
-        import httpx
-
-        async with httpx.AsyncClient(
-            timeout=300.0, trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        ) as client:
+        async with pooled_http.client(timeout=300.0) as client:
             chat.share_client(client)
             asyncio.get_running_loop().add_reader(self._connection.fileno(), self._receive)
             await self._stop.wait()
@@ -187,7 +186,7 @@ def worker_main(connection: Connection) -> None:
     async def main() -> None:
         await Worker(connection).main()
 
-    asyncio.run(main())
+    uvloop.run(main())
 
 
 def isolated_main(path: str, environ: dict[str, str], rollout: str) -> None:

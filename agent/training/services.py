@@ -151,7 +151,7 @@ class Services:
             self.url = f"http://{HOST}:{port}"
             service = self._start(
                 "gateway",
-                "from agentlightning.server.__main__ import main; main()",
+                ["-m", "agent.training.gateway_main"],
                 f"host={HOST}",
                 f"port={port}",
                 "key=${oc.env:AGL_KEY}",  # resolved inside: no key on a command line or in a saved configuration
@@ -183,7 +183,7 @@ class Services:
             return
         self._start(
             "controller",
-            "from agentlightning.controller.__main__ import main; main()",
+            ["-c", "from agentlightning.controller.__main__ import main; main()"],
             "runner_type=local",
             f"agl_server.url={self.url}",
             "agl_server.key=${oc.env:AGL_KEY}",
@@ -204,9 +204,9 @@ class Services:
         settings = {name: value for name, value in self.config.mmqa.agent.items() if value is not None}
         return {"MMQA_IMAGE_ROOT": str(self.run.images), "MMQA_AGENT": json.dumps(settings)}
 
-    def _start(self, name: str, code: str, *arguments: str) -> Service:
+    def _start(self, name: str, program: list[str], *arguments: str) -> Service:
         env = self.environment() | self.agent_environment() | {"AGL_KEY": self.key}
-        command = [sys.executable, "-c", code, *arguments, f"hydra.run.dir={json.dumps(str(self.folder))}"]
+        command = [sys.executable, *program, *arguments, f"hydra.run.dir={json.dumps(str(self.folder))}"]
         command += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
         service = Service.start(name, command, self.folder / f"{name}.log", env)
         self.started[name] = service

@@ -67,7 +67,7 @@ def stub_model(folder: Path) -> Iterator[str]:
 def gateway(folder: Path, model_url: str) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes]]]:
     """Agent Lightning's real gateway in front of ``model_url``; yields a client with the key, and the process."""
     port = free_port()
-    command = ["-c", "from agentlightning.server.__main__ import main; main()", f"host={HOST}", f"port={port}"]
+    command = ["-m", "agent.training.gateway_main", f"host={HOST}", f"port={port}"]
     command += ["key=${oc.env:AGL_KEY}", "default_proxy.model_name=m", f"hydra.run.dir={folder}"]
     with process([*command, "hydra.output_subdir=null"], folder / "gateway.log") as started:
         url = f"http://{HOST}:{port}"

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from agent.training.dispatch import AlreadyServed, rollout_environ, sole_controller
+from agent.training.dispatch import DOORBELL_ENV, AlreadyServed, ring, rollout_environ, sole_controller
 from agent.training.dispatch_worker import load_class, wants_isolation
 
 needs_gateway = pytest.mark.skipif(
@@ -45,10 +45,10 @@ class Rig:
         self.gateway = self.start_gateway()
         self.controller = None
 
-    def spawn(self, name, *command, **env):
+    def spawn(self, name, *command, env=None):
         log = (self.folder / f"{name}.log").open("ab")
         process = subprocess.Popen(
-            [sys.executable, *command], env=self.env | env, stdout=log, stderr=log, start_new_session=True
+            [sys.executable, *command], env=self.env | (env or {}), stdout=log, stderr=log, start_new_session=True
         )
         self.processes.append(process)
         return process
@@ -56,8 +56,8 @@ class Rig:
     def start_gateway(self):
         process = self.spawn(
             "gateway",
-            "-c",
-            "from agentlightning.server.__main__ import main; main()",
+            "-m",
+            "agent.training.gateway_main",
             "host=127.0.0.1",
             f"port={self.port}",
             "key=${oc.env:AGL_KEY}",
@@ -73,7 +73,7 @@ class Rig:
             time.sleep(0.1)
         raise AssertionError("the gateway did not answer")
 
-    def start_controller(self, slots=256, **constants):
+    def start_controller(self, slots=256, env=None, **constants):
         """Start it; ``constants`` replace module constants (shorter waits, smaller limits)."""
         code = "import sys; from agent.training import dispatch, dispatch_pool\n"
         for name, value in constants.items():
@@ -81,7 +81,7 @@ class Rig:
         code += f"if __name__ == '__main__': sys.exit(dispatch.main([{self.url!r}, '{slots}']))\n"
         script = self.folder / "controller_under_test.py"
         script.write_text(code)
-        self.controller = self.spawn("controller", str(script))
+        self.controller = self.spawn("controller", str(script), env=env)
         return self.controller
 
     def enqueue(self, agent, rows, timeout=30):
@@ -156,6 +156,25 @@ def test_a_new_rollout_starts_at_once(rig):
         rig.wait([rollout])
         waits.append(rig.status(rollout)["updated_at"] - enqueued)
     assert min(waits) < 0.5  # found, run and reported; the poll alone takes 0.03 s
+
+
+@needs_gateway
+def test_the_doorbell_makes_it_look_at_once(rig):
+    bell = str(rig.folder / "bell")
+    rig.start_controller(env={DOORBELL_ENV: bell}, QUIET_POLL_SECONDS=600.0)
+    deadline = time.monotonic() + 20
+    while not Path(bell).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    ring(bell)  # nothing waits: it looks and goes on
+    time.sleep(1.0)
+    rollouts = rig.enqueue("Good", [{"id": "1"}] * 3)
+    ring(bell)
+    assert {one["state"] for one in rig.wait(rollouts)} == {"succeeded"}
+    rig.controller.terminate()
+    assert rig.controller.wait(20) == 0
+    assert not Path(bell).exists()
+    ring(bell)  # nobody listens: no error
 
 
 @needs_gateway
@@ -263,6 +282,19 @@ def test_a_stopped_controller_fails_what_runs_and_leaves_no_process(rig):
             if str(rig.folder / "controller_under_test.py") in process.cmdline():
                 left.append(process)
     assert left == []
+
+
+@needs_gateway
+def test_a_stop_while_rollouts_are_being_started_ends_too(rig):
+    controller = rig.start_controller()
+    rig.wait(rig.enqueue("Good", [{"id": "1"}]))
+    rollouts = rig.enqueue("Sleeps", [{"id": "0"}] * 40) + rig.enqueue("NotAsyncSleeps", [{"id": "0"}] * 10)
+    while not rig.client.get("/api/rollouts", params={"state_in": "running"}).json():
+        time.sleep(0.01)
+    controller.terminate()
+    assert controller.wait(20) == 0
+    states = [rig.status(one)["state"] for one in rollouts]
+    assert "failed" in states and "running" not in states
 
 
 def test_a_second_controller_refuses(rig_url="http://127.0.0.1:1"):

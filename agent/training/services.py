@@ -122,6 +122,7 @@ class Services:
             # Ray then takes 127.0.0.1 for this node's address, and with it verl's vLLM server (Ray replaces a loopback
             # address that it is given in any other way)
             env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+            env["VLLM_HOST_IP"] = HOST  # where the engine's own process group meets
         if cpu:
             env |= {
                 cpu_backend.ENV: "1",

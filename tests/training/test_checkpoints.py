@@ -1,12 +1,15 @@
-"""Which checkpoints are whole, and which one is chosen."""
+"""Which checkpoints are whole, which one is chosen, and what is exported."""
 
 import json
+import subprocess
 import zipfile
 
 import pytest
+import yaml
 
-from agent.errors import InputError
-from agent.training.checkpoints import as_json, checkpoints, choose, open_run
+from agent.errors import InputError, RunFailed
+from agent.training import saving
+from agent.training.checkpoints import as_json, best, by_age, checkpoints, choose, export, open_run, own_dtype
 from agent.training.rundir import RunDir, append_jsonl
 
 
@@ -62,3 +65,125 @@ def test_nothing_to_choose_from(run, tmp_path):
     save(run, 3)
     with pytest.raises(InputError, match="no whole checkpoint has a validation reward"):
         choose(run, "best")
+
+
+# -- manifests -------------------------------------------------------------------------------------------------------
+
+
+def problems(run):
+    return {one.step: one.problem for one in checkpoints(run)}
+
+
+def test_with_manifests_an_unfinished_save_is_told(run):
+    save(run, 10)
+    save(run, 20)
+    assert problems(run) == {10: None, 20: None}  # verl's own: none has a manifest
+    saving.finish(run, 10, 1)
+    assert problems(run) == {10: None, 20: "no manifest: the save did not finish"}
+    with pytest.raises(InputError, match="step 20: no manifest: the save did not finish"):
+        choose(run, "20")
+    assert choose(run, None).step == 10
+
+
+def test_from_before_manifests(run):
+    """A run that was begun without them keeps what it has."""
+    save(run, 10)
+    (save(run, 20) / "data.pt").unlink()
+    save(run, 30)
+    saving.finish(run, 30, 2)
+    save(run, 40)
+    assert problems(run) == {10: None, 20: "data.pt is missing", 30: None, 40: "no manifest: the save did not finish"}
+
+
+def test_what_a_manifest_tells(run):
+    for step in (10, 20, 30, 40, 50, 60, 70):
+        folder = save(run, step)
+        (folder / "actor" / "fsdp_config.json").write_text("{}")
+        saving.finish(run, step, 1)
+    size = (run.checkpoints / "global_step_30" / "data.pt").stat().st_size
+    where = {step: run.checkpoints / f"global_step_{step}" for step in problems(run)}
+    (where[10] / "data.pt").unlink()
+    (where[20] / "actor" / "fsdp_config.json").unlink()
+    (where[30] / "data.pt").write_bytes(b"short")
+    (where[40] / "manifest.json").write_text('{"schema": 1, "fi')
+    (where[50] / "manifest.json").write_text('{"schema": 2, "shards": []}')
+    (where[60] / "manifest.json").write_text("[]")
+    found = problems(run)
+    assert found[10] == "data.pt is missing" and found[20] == "actor/fsdp_config.json is missing"
+    assert found[30] == f"data.pt has 5 bytes; {size} were saved"
+    assert found[40].startswith("manifest.json is not readable (")
+    assert found[50] == "manifest.json has schema 2; this version of mmqa reads 1"
+    assert found[60] == "manifest.json is not one of this package" and found[70] is None
+
+
+def test_newest_and_best(run):
+    for step, attempt, reward in ((10, 1, 0.5), (20, 1, 0.7), (30, 1, 0.7), (15, 2, 0.1)):
+        save(run, step, reward=reward)
+        saving.finish(run, step, attempt)
+    found = checkpoints(run)
+    assert [one.step for one in found] == [10, 15, 20, 30]
+    assert [one.step for one in by_age(found)] == [10, 20, 30, 15] and choose(run, None).step == 15
+    assert best(found).step == choose(run, "best").step == 30
+
+
+# -- export ----------------------------------------------------------------------------------------------------------
+
+
+def began_with(run, folder, **config):
+    """The run's configuration names a model folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    run.config.write_text(yaml.safe_dump({"actor_rollout_ref": {"model": {"path": str(folder)}}}))
+
+
+def test_own_dtype(run, tmp_path):
+    assert own_dtype(run) == "bfloat16"
+    began_with(run, tmp_path / "model", dtype="float32")
+    assert own_dtype(run) == "float32"
+    began_with(run, tmp_path / "model", torch_dtype="float16")
+    assert own_dtype(run) == "float16"
+    began_with(run, tmp_path / "model", text_config={"dtype": "float32"})
+    assert own_dtype(run) == "float32"
+    began_with(run, tmp_path / "model")
+    assert own_dtype(run) == "bfloat16"
+    run.config.write_text(yaml.safe_dump({"actor_rollout_ref": {"model": {"path": "owner/name-at-a-hub"}}}))
+    assert own_dtype(run) == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_export_has_the_models_own_dtype(run, tmp_path, dtype):
+    """What is exported computes the actor's log-probs: exactly for a float32 model, rounded for a bfloat16 one."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("verl")
+    transformers = pytest.importorskip("transformers")
+    from agent.training import tiny_vlm
+
+    folder = save(run, 10)
+    tokenizer = tiny_vlm.build_tokenizer()
+    actor = tiny_vlm.build_model(tokenizer, seed=5)
+    torch.save(actor.state_dict(), folder / "actor" / "model_world_size_1_rank_0.pt")
+    (folder / "actor" / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 1}')
+    actor.config.architectures = [type(actor).__name__]
+    actor.config.save_pretrained(folder / "actor" / "huggingface")
+    tiny_vlm.build_processor(tokenizer).save_pretrained(folder / "actor" / "huggingface")
+    began_with(run, tmp_path / "model", dtype=dtype)
+    saving.finish(run, 10, 1)
+
+    assert export(run, tmp_path / "out").step == 10
+    exported = transformers.Qwen2VLForConditionalGeneration.from_pretrained(tmp_path / "out", dtype="auto")
+    assert str(exported.dtype) == f"torch.{dtype}"
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        log_probs = [model.float()(tokens).logits.log_softmax(-1) for model in (actor.eval(), exported.eval())]
+    gap = (log_probs[0] - log_probs[1]).abs().max().item()
+    assert gap == 0.0 if dtype == "float32" else 1e-3 < gap < 0.5
+    with pytest.raises(InputError, match="not empty"):
+        export(run, tmp_path / "out")
+
+
+def test_export_says_why_the_merger_failed(run, tmp_path, monkeypatch):
+    save(run, 10)
+    failed = subprocess.CompletedProcess([], 1, "", "Traceback ...\nValueError: that\n")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: failed)
+    with pytest.raises(RunFailed, match=r"verl's merger failed on step 10: ValueError: that"):
+        export(run, tmp_path / "out")

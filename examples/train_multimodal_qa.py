@@ -17,11 +17,11 @@ from agent.errors import InputError, RunFailed, one_line
 from agent.training.run import train
 
 parser = argparse.ArgumentParser(description="Train a vision-language model on image questions with GRPO.")
-parser.add_argument("--preset", default="cpu", help="a name from examples/configs, or a YAML file (default: cpu)")
+parser.add_argument("--preset", help="a name from examples/configs, or a YAML file (default: cpu, or the run's own)")
 parser.add_argument("--task", help="circles, digits or folder (own data)")
 parser.add_argument("--steps", type=int)
 parser.add_argument("--run-dir", help="where the run is kept (default: runs/<preset>-<task>-<time>)")
-parser.add_argument("--resume", choices=["auto", "never"], help="auto: go on with the run in --run-dir")
+parser.add_argument("--resume", help="go on with the run in --run-dir: auto, a step, or never (default: ask)")
 parser.add_argument("overrides", nargs="*", metavar="key=value")
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ from typing import Annotated
 import typer
 
 Preset = Annotated[str, typer.Option(help="Name of a preset, or the path of a YAML file.")]
+TrainPreset = Annotated[
+    str | None, typer.Option(help="Name of a preset, or the path of a YAML file [default: cpu, or the run's own].")
+]
 
 
 RunDirOption = Annotated[str | None, typer.Option(help="Where the run is kept [default: runs/<preset>-<task>-<time>].")]
@@ -25,12 +28,12 @@ def register(app: typer.Typer) -> None:
 
 def train(
     overrides: Overrides = None,
-    preset: Preset = "cpu",
+    preset: TrainPreset = None,
     run_dir: RunDirOption = None,
     task: Annotated[str | None, typer.Option(help="circles, digits or folder (same as mmqa.task=...).")] = None,
     steps: Steps = None,
     resume: Annotated[
-        str | None, typer.Option(help="Go on with the run in --run-dir: auto, or a step; never: refuse.")
+        str | None, typer.Option(help="Go on with the run in --run-dir: auto, or a step; never: refuse [default: ask].")
     ] = None,
     dry_run: Annotated[bool, typer.Option(help="Compose and check the configuration, start nothing.")] = False,
 ) -> None:
@@ -40,7 +43,7 @@ def train(
     if dry_run:
         from omegaconf import OmegaConf
 
-        typer.echo(OmegaConf.to_yaml(run.plan(preset, overrides or (), task=task, steps=steps), resolve=False))
+        typer.echo(OmegaConf.to_yaml(run.plan(preset or "cpu", overrides or (), task=task, steps=steps), resolve=False))
         return
     run.train(preset, overrides or (), run_dir=run_dir, task=task, steps=steps, resume=resume)
 
@@ -49,17 +52,18 @@ def config(
     overrides: Overrides = None,
     preset: Preset = "cpu",
     everything: Annotated[bool, typer.Option("--all", help="The whole composed configuration.")] = False,
+    vllm: Annotated[str | None, typer.Option(help="A vLLM version [default: the installed one].")] = None,
 ) -> None:
     """Print the resolved rollout section of a preset, to copy into another project."""
     from omegaconf import OmegaConf
 
     from agent.training import config as configs
 
-    composed = configs.compose(preset, overrides or ())
     if everything:
+        composed = configs.compose(preset, overrides or (), vllm_version=vllm)
         typer.echo(OmegaConf.to_yaml(composed, resolve=False))
         return
-    typer.echo(configs.rollout_section(composed, preset))
+    typer.echo(configs.rollout_section(preset, overrides or (), vllm))
 
 
 def ask(

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 import agent
-from agent.caches.cache_safe_rollout import cache_safe_rollout
+from agent.caches.cache_safe_rollout import WHY as cache_reasons
+from agent.caches.cache_safe_rollout import cache_safe_rollout, installed_version
 from agent.errors import InputError
 from agent.training import schema
 
@@ -32,6 +33,12 @@ MMQA_DEFAULTS: dict[str, Any] = {
     "agl_poll_seconds": 1.0,  # controller=agl: between two of its looks (its own default is 10)
     "controller_slots": 512,  # rollouts in work at a time
     "warm_start": True,  # cpu: import the stack once and fork every process from it
+    "keep_checkpoints": 2,  # newest whole ones kept (0: all); trainer.max_actor_ckpt_to_keep sets it too
+    "keep_best": True,  # and the whole one with the best validation reward
+    "cache": {  # how vLLM's image caches are kept in step on versions that forget (see cache_safe_rollout)
+        "strategy": "settings",  # settings | plugin: both caches stay on, this package's vLLM plugin keeps them equal
+        "keep_prefix_caching": False,  # settings: switch the processor cache off alone
+    },
     "agent_class": "agent.loop.MultimodalQAAgent",
     "agent": {
         "instruction": None,
@@ -136,10 +143,7 @@ def compose(preset: str, overrides: Sequence[str] = (), *, vllm_version: str | N
     given = parse_overrides(overrides)
     merged: Any = OmegaConf.to_container(OmegaConf.merge(base, layer), resolve=False)
     schema.refuse_unknown(given, merged, "the command line")
-    try:
-        safe = cache_safe_rollout(vllm_version)
-    except ValueError as error:
-        raise InputError(str(error)) from None
+    safe = _cache_safe({**MMQA_DEFAULTS["cache"], **_cache_keys(layer), **_cache_keys(given)}, vllm_version)
     config = OmegaConf.merge(base, layer, {"actor_rollout_ref": {"rollout": safe}} if safe else {}, given)
     _check_kinds(known, given)
     # what this package's trainer depends on, whatever a preset says
@@ -147,6 +151,14 @@ def compose(preset: str, overrides: Sequence[str] = (), *, vllm_version: str | N
     config.agentlightning.local.agent_class = config.mmqa.agent_class
     if not config.agentlightning.local.env_map:
         config.agentlightning.local.env_map = {"MMQA_ROW": "input"}
+    return _own_retention(config)
+
+
+def _own_retention(config: Any) -> Any:
+    """verl's count forgets the checkpoints of earlier processes; this package's looks at the folder."""
+    if config.trainer.max_actor_ckpt_to_keep is not None:
+        config.mmqa.keep_checkpoints = config.trainer.max_actor_ckpt_to_keep
+        config.trainer.max_actor_ckpt_to_keep = None
     return config
 
 
@@ -159,7 +171,7 @@ def recompose(saved: Path, overrides: Sequence[str] = ()) -> Any:
     given = parse_overrides(overrides)
     schema.refuse_unknown(given, known, "the command line")
     _check_kinds(known, given)
-    return OmegaConf.merge(config, given)
+    return _own_retention(OmegaConf.merge(config, given))
 
 
 def _check_kinds(known: Any, given: Any, path: str = "") -> None:
@@ -181,32 +193,59 @@ def _check_kinds(known: Any, given: Any, path: str = "") -> None:
             raise InputError(f"{full}={value}: expected {type(default).__name__} as in the default {default}")
 
 
+def _cache_keys(layer: dict[str, Any]) -> dict[str, Any]:
+    return (layer.get("mmqa") or {}).get("cache") or {}
+
+
+def _cache_safe(chosen: dict[str, Any], vllm_version: str | None) -> dict[str, Any]:
+    """``cache_safe_rollout`` with the keys of ``mmqa.cache``; its refusals as ``InputError``."""
+    try:
+        return cache_safe_rollout(
+            vllm_version, strategy=str(chosen["strategy"]), keep_prefix_caching=bool(chosen["keep_prefix_caching"])
+        )
+    except ValueError as error:
+        raise InputError(f"mmqa.cache: {error}") from None
+
+
 _WHY = {
-    "enable_prefix_caching": "off: this vLLM is in the range of the cache desync (mm-cache-desync)",
-    "mm_processor_cache_gb": "0: a pause or sleep clears only the engine's side of this cache (mm-cache-desync)",
-    "enable_sleep_mode": "false: the platform cannot sleep (CPU), the engine is paused instead",
+    **{path: f"{why} (mm-cache-desync)" for path, why in cache_reasons.items()},
+    "enable_sleep_mode": "true: the engine sleeps while the actor trains; false: it is paused (a CPU cannot sleep)",
     "free_cache_engine": "whether the engine gives its memory back while the actor trains",
-    "limit_mm_per_prompt": "images in one prompt, over all turns",
+    "engine_kwargs.vllm.limit_mm_per_prompt": "media in one prompt, over all turns",
     "n": "rollouts a prompt: the GRPO group",
 }
 
 
-def rollout_section(config: Any, preset: str) -> str:
-    """What the preset and the cache-safe settings put under ``actor_rollout_ref.rollout``, as YAML with reasons."""
-    layer, _ = read_preset(preset)
-    keys = set(layer.get("actor_rollout_ref", {}).get("rollout", {})) | set(cache_safe_rollout())
+def rollout_section(preset: str, overrides: Sequence[str] = (), vllm_version: str | None = None) -> str:
+    """What preset, cache-safe settings and overrides put under ``actor_rollout_ref.rollout``, as YAML with reasons.
+
+    ``vllm_version``: for that version instead of the installed one. Raises ``InputError`` as ``compose``.
+    """
     from omegaconf import OmegaConf
 
-    rollout: Any = OmegaConf.to_container(config.actor_rollout_ref.rollout, resolve=False)
-    chosen = {key: value for key, value in rollout.items() if key in keys}
-    text = yaml.safe_dump({"actor_rollout_ref": {"rollout": chosen}}, sort_keys=False)
-    shown = []
-    for line in text.splitlines():
-        why = _WHY.get(line.strip().split(":")[0].strip("'"))
-        shown.append(f"{line}  # {why}" if why else line)
-    safe = (
-        "adds nothing: this vLLM is not affected"
-        if not cache_safe_rollout()
-        else "its lines are marked mm-cache-desync"
+    config = compose(preset, overrides, vllm_version=vllm_version)
+    safe = _cache_safe(dict(config.mmqa.cache), vllm_version)
+    chosen: Any = OmegaConf.merge(
+        read_preset(preset)[0].get("actor_rollout_ref", {}).get("rollout", {}),
+        safe,
+        parse_overrides(overrides).get("actor_rollout_ref", {}).get("rollout", {}),
     )
-    return "\n".join([f"# preset {preset}; cache_safe_rollout() {safe}", *shown])
+    reasons = _WHY if safe else {key: why for key, why in _WHY.items() if key not in cache_reasons}
+    said = "its lines are marked mm-cache-desync" if safe else "adds nothing, this version is not affected"
+    head = f"# preset {preset}; cache_safe_rollout() for vLLM {vllm_version or installed_version()}: {said}"
+    lines = _yaml_lines(OmegaConf.to_container(chosen), reasons, "", 4)  # type: ignore[arg-type]
+    return "\n".join([head, "actor_rollout_ref:", "  rollout:", *lines])
+
+
+def _yaml_lines(node: dict[str, Any], reasons: dict[str, str], path: str, indent: int) -> list[str]:
+    """YAML with the reason behind each value that has one."""
+    lines = []
+    for key, value in node.items():
+        where = f"{path}.{key}" if path else str(key)
+        why = f"  # {reasons[where]}" if where in reasons else ""
+        if isinstance(value, dict) and value:
+            lines += [f"{' ' * indent}{key}:{why}", *_yaml_lines(value, reasons, where, indent + 2)]
+        else:
+            text = yaml.safe_dump(value, default_flow_style=True, width=10_000).strip().removesuffix("...").strip()
+            lines.append(f"{' ' * indent}{key}: {text}{why}")
+    return lines

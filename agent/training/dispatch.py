@@ -127,7 +127,9 @@ class Dispatcher:
         self._look = asyncio.Event()  # look for rollouts now
         self._stop = asyncio.Event()
         headers = {"Authorization": f"Bearer {key}"}
-        self._client = pooled_http.client(base_url=self._gateway, headers=headers, timeout=30.0)
+        self._client = pooled_http.client(
+            pooled_http.GATEWAY_IDLE_SECONDS, base_url=self._gateway, headers=headers, timeout=30.0
+        )
 
     # -- life -------------------------------------------------------------------------------------------------------
 

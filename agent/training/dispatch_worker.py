@@ -123,7 +123,7 @@ class Worker:
         self._stop = asyncio.Event()
 
     async def main(self) -> None:
-        async with pooled_http.client(timeout=300.0) as client:
+        async with pooled_http.client(pooled_http.GATEWAY_IDLE_SECONDS, timeout=300.0) as client:
             chat.share_client(client)
             asyncio.get_running_loop().add_reader(self._connection.fileno(), self._receive)
             await self._stop.wait()

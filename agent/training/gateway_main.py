@@ -1,7 +1,7 @@
 """Agent Lightning's gateway as a run starts it: ``agl-server``, with two changes around it.
 
-* Requests that succeed leave no line in the log. Controller and trainer ask several times a second; two days of that are
-  a gigabyte of access log. Refused and failed requests (status 400 and above) are logged as before.
+* Requests that succeed leave no line in the log: controller and trainer ask several times a second, and two days of
+  that are a gigabyte of access log. Refused and failed requests (status 400 and above) are logged as before.
 * Its client to the engine has no limit of connections. httpx's default lets 100 model calls through at a time, however
   many sequences the engine could take (``create_app`` of agentlightning 1.0.2), and is slow at it: see ``pooled_http``.
 
@@ -33,7 +33,10 @@ def with_pooled_client(app: Any) -> Any:
     async def lifespan(app: Any) -> AsyncIterator[Any]:
         from agent.training import pooled_http
 
-        async with original(app) as state, pooled_http.client(timeout=ENGINE_SECONDS) as client:
+        async with (
+            original(app) as state,
+            pooled_http.client(pooled_http.ENGINE_IDLE_SECONDS, timeout=ENGINE_SECONDS) as client,
+        ):
             app.state.http_client = client
             yield state
 

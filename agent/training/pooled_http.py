@@ -12,10 +12,12 @@ from typing import Any
 import httpx
 from httpx_aiohttp import AiohttpTransport
 
-KEEP_ALIVE_SECONDS = 60.0  # less than the gateway's 120, so that it never closes a connection under a request
+# An idle connection is kept for less than the server keeps it (the gateway: 120 s; uvicorn's default, which the engine
+# has: 5 s), so that no request is sent on one that is just being closed.
+GATEWAY_IDLE_SECONDS, ENGINE_IDLE_SECONDS = 60.0, 3.0
 
 
-def client(**options: Any) -> httpx.AsyncClient:
+def client(idle_seconds: float, **options: Any) -> httpx.AsyncClient:
     """An ``httpx.AsyncClient`` (``options`` are its own) without a limit of connections, and blind to proxies."""
-    limits = httpx.Limits(max_connections=0, keepalive_expiry=KEEP_ALIVE_SECONDS)  # aiohttp: 0 is no limit
+    limits = httpx.Limits(max_connections=0, keepalive_expiry=idle_seconds)  # aiohttp: 0 is no limit
     return httpx.AsyncClient(transport=AiohttpTransport(limits=limits, trust_env=False), trust_env=False, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +14,12 @@ from agent import __version__
 from agent.errors import InputError, RunFailed, RunStopped, page
 from agent.training import checkpoints, data, preflight, summary, tiny_vlm
 from agent.training import config as configs
+from agent.training import resume as resuming
 from agent.training.display import Display
+from agent.training.resume import Start
 from agent.training.rundir import RunDir, write_json
-from agent.training.supervise import Outcome, supervise
+from agent.training.services import SECRETS
+from agent.training.supervise import Outcome, scratch_note, supervise
 
 
 def versions() -> dict[str, str]:
@@ -54,7 +58,7 @@ def default_run_dir(preset: str, task: str) -> Path:
 
 
 def train(
-    preset: str = "cpu",
+    preset: str | None = None,
     overrides: Sequence[str] = (),
     *,
     run_dir: str | Path | None = None,
@@ -62,26 +66,55 @@ def train(
     steps: int | None = None,
     resume: str | None = None,
 ) -> Path:
-    """Train, and return the run directory.
+    """Train, and return the run directory. On a run that exists it goes on; see ``resume``.
+
+    ``preset``: "cpu" if none is given; a run that goes on keeps its own configuration.
+    ``resume``: "auto" (from the newest whole checkpoint, without asking), "never", or a step; None asks on a terminal.
 
     Raises ``InputError`` for wrong input (nothing was started) and ``RunFailed`` if the run failed; the run directory
     then says why.
     """
-    old = RunDir(Path(run_dir).absolute()) if run_dir else None
-    saved = None
-    if old is not None and old.exists():
-        if resume in (None, "never"):
-            raise InputError(f"{old.root} already holds a run; go on with --resume auto, or choose another --run-dir")
-        saved = old.config if old.config.exists() else None
-    config = plan(preset, overrides, task=task, steps=steps, saved=saved)
+    run = RunDir(Path(run_dir).absolute()) if run_dir else None
+    if run is not None and run.exists():
+        return _go_on(run, list(overrides), task, steps, resume)
     if resume not in (None, "never", "auto"):
-        if old is None:
-            raise InputError(f"--resume {resume} needs --run-dir, the run to go on with")
-        config.trainer.resume_mode = "resume_path"
-        config.trainer.resume_from_path = str(checkpoints.choose(old, resume).path)
-    elif saved:
-        config.trainer.resume_mode = "auto"
-    run = old or RunDir(default_run_dir(preset, config.mmqa.task).absolute())
+        raise InputError(f"--resume {resume} needs --run-dir, the run to go on with")
+    config = plan(preset or "cpu", overrides, task=task, steps=steps)
+    run = run or RunDir(default_run_dir(preset or "cpu", config.mmqa.task).absolute())
+    return _attempt(run, config, Start(), [])
+
+
+def _go_on(run: RunDir, overrides: list[str], task: str | None, steps: int | None, resume: str | None) -> Path:
+    """Continue a run with its own configuration, changed by the overrides."""
+    from omegaconf import OmegaConf
+
+    if resume == "never" or (resume is None and not _confirmed(run)):
+        raise InputError(f"{run.root} already holds a run; go on with --resume auto, or choose another --run-dir")
+    if not run.config.exists():
+        raise InputError(
+            f"{run.root}: config.yaml is missing, so it cannot go on as it was; choose another --run-dir",
+            slug="nothing-to-resume",
+        )
+    saved: Any = OmegaConf.to_container(OmegaConf.load(run.config))
+    config = plan("", overrides, task=task, steps=steps, saved=run.config)
+    changed = resuming.differences(saved, OmegaConf.to_container(config))
+    if resume in (None, "auto") and (line := resuming.finished(run, int(config.trainer.total_training_steps))):
+        print(line)
+        return run.root
+    start = resuming.choose(run, None if resume in (None, "auto") else resume)
+    notes = [f"this run exists; {start.notes[-1]}", *start.notes[:-1], *(f"changed: {one}" for one in changed)]
+    return _attempt(run, config, start, notes)
+
+
+def _confirmed(run: RunDir) -> bool:
+    """Ask on a terminal whether to go on with a run; no terminal, no consent."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return False
+    return input(f"{run.root} already holds a run. Go on with it? [Y/n] ").strip().lower() in ("", "y", "yes")
+
+
+def _attempt(run: RunDir, config: Any, start: Start, notes: Sequence[str]) -> Path:
+    """One attempt of a run, from the checks to what it learned."""
     preflight.check_machine(config, run.root)
     warnings = preflight.hazards(config, run.root)
     new = not run.root.exists()
@@ -92,41 +125,89 @@ def train(
     display = Display(int(config.trainer.total_training_steps))
     try:
         display.say(f"run directory: {run.root}")
+        for line in notes:
+            display.say(f"  {line}")
         for one in warnings:
             where = f"  -> {page(one.slug)}" if one.slug else ""
             display.say(f"warning ({one.severity}): {one.what}; {one.change}{where}")
+        if config.trainer.save_freq <= 0:
+            display.say(
+                f"checkpoints are off (trainer.save_freq={config.trainer.save_freq}): if this run ends early, nothing "
+                f"can be resumed; set trainer.save_freq=10  -> {page('nothing-to-resume')}"
+            )
         try:
             prepare(run, config, display)
         except InputError:
             if new:  # nothing was begun: the same command must work once the input is right
                 shutil.rmtree(run.root)
             raise
-        outcome = supervise(run, run.new_attempt(), config, display)
+        with run.locked():
+            clean_up(run)
+            attempt = run.new_attempt()
+            begin_at(run, config, start, attempt, display)
+            outcome = supervise(run, attempt, config, display)
+    except BlockingIOError as error:
+        raise InputError(
+            f"{run.root} is being trained at this moment (process {error}); choose another --run-dir"
+        ) from None
     finally:
         display.close()
     return conclude(run, outcome, display)
 
 
 def prepare(run: RunDir, config: Any, display: Display) -> None:
-    """Rows, pictures, the tiny model if asked for, ``config.yaml`` and ``versions.json``."""
-    from omegaconf import OmegaConf
-
-    data.write_rows(run, config, display.say)
-    if config.actor_rollout_ref.model.path == "tiny":
+    """Rows, pictures, the tiny model if asked for, and ``versions.json``. A run that goes on keeps its rows."""
+    if not all(run.rows(split).exists() for split in ("train", "val")):
+        data.write_rows(run, config, display.say)
+    model = config.actor_rollout_ref.model
+    if model.path == "tiny" or (tiny_vlm.is_cached_path(model.path) and not Path(model.path).exists()):
         display.waiting("the tiny model")
-        folder = tiny_vlm.ensure(tiny_vlm.recipe(config.mmqa.task), display.say)
-        config.actor_rollout_ref.model.path = str(folder)
-    OmegaConf.save(config, run.config)
+        model.path = str(tiny_vlm.ensure(tiny_vlm.recipe(config.mmqa.task), display.say))
     write_json(run.versions, versions())
 
 
+def begin_at(run: RunDir, config: Any, start: Start, attempt: int, display: Display) -> None:
+    """Set where the attempt begins in the configuration and in the run's files, and write ``config.yaml``."""
+    from omegaconf import OmegaConf
+
+    OmegaConf.save(config, run.config)
+    world_size = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    folder = resuming.for_world_size(run, start, world_size, display.say)
+    config.trainer.resume_mode = "resume_path" if folder else "disable"
+    config.trainer.resume_from_path = str(folder) if folder else None
+    if folder:  # it was validated when it was made
+        config.trainer.val_before_train = False
+    OmegaConf.save(config, run.attempt(attempt) / "config.yaml")
+    if redone := resuming.supersede(run, start.step, attempt):
+        display.say(f"  {redone} step(s) after step {start.step} are made again (old figures: attempts/{attempt})")
+
+
+def clean_up(run: RunDir) -> None:
+    """Remove what an attempt left whose supervisor was killed: its keys, and its folder of sockets."""
+    for number in run.attempts():
+        folder = run.attempt(number)
+        for secret in SECRETS:
+            (folder / secret).unlink(missing_ok=True)
+        if (note := scratch_note(folder)).exists():
+            shutil.rmtree(note.read_text().strip(), ignore_errors=True)
+            note.unlink()
+
+
 def conclude(run: RunDir, outcome: Outcome, display: Display) -> Path:
-    """Say how the run ended and what it learned."""
+    """Say how the run ended, what it learned, and how to go on."""
     if outcome.state == "failed":
-        raise RunFailed(f"{outcome.reason}\n  logs: {run.root / 'attempts' / 'latest'}", slug=outcome.symptom)
+        logs = run.root / "attempts" / "latest"
+        raise RunFailed(f"{outcome.reason}\n  logs: {logs}\n  {how_to_go_on(run)}", slug=outcome.symptom)
     for line in summary.lines(run):
         display.say(line)
     if outcome.state == "stopped":
-        raise RunStopped(f"stopped after step {outcome.step}; go on with: mmqa train --run-dir {run.root} --resume auto")
+        raise RunStopped(f"stopped after step {outcome.step}; {how_to_go_on(run)}")
     display.say(f"done: {run.root}")
     return run.root
+
+
+def how_to_go_on(run: RunDir) -> str:
+    """The command that continues a run, and where it would begin; right with and without checkpoints."""
+    whole = [one.step for one in checkpoints.checkpoints(run) if one.problem is None]
+    where = f"from step {whole[-1]}, its newest whole checkpoint" if whole else "from the start: there is no checkpoint"
+    return f"go on {where}, with: mmqa train --run-dir {run.root} --resume auto"

@@ -8,9 +8,12 @@ runs/<name>/
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,9 +80,28 @@ class RunDir:
         os.replace(link, self.root / "attempts" / "latest")
         return number
 
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run for one supervisor; ``BlockingIOError`` if another process (its id is the message) holds it."""
+        with (self.root / ".lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise BlockingIOError(file.read().strip()) from None
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
     def exists(self) -> bool:
         """Whether a run was begun here."""
         return self.status.exists() or self.config.exists() or bool(self.attempts())
+
+
+def stop_file(attempt: Path) -> Path:
+    """Where the supervisor asks the trainer to stop after the step that it is making."""
+    return attempt / "stop"
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -24,6 +24,7 @@ from agent.training.rundir import RunDir
 from agent.training.trainer import ATTEMPT_ENV, KEY_ENV, RUN_ENV
 
 HOST = "127.0.0.1"
+SECRETS = ("gateway.key", "ray.token")  # in an attempt's folder while it runs
 TOKEN_ENV = "MMQA_RUN_TOKEN"  # marks every process of one attempt, to find what is left at the end
 _LIBC = ctypes.CDLL(None)
 START_SECONDS = 60.0  # gateway: from start to the first answer
@@ -90,8 +91,8 @@ class Services:
         self.folder = run.attempt(attempt)
         self.token = uuid.uuid4().hex
         self.key = secrets.token_urlsafe(32)
-        self.key_file = _secret_file(self.folder / "gateway.key", self.key)
-        self.ray_token_file = _secret_file(self.folder / "ray.token", secrets.token_hex(32))
+        self.key_file = _secret_file(self.folder / SECRETS[0], self.key)
+        self.ray_token_file = _secret_file(self.folder / SECRETS[1], secrets.token_hex(32))
         self.started: dict[str, Service] = {}
         self.url = ""
 

@@ -13,9 +13,11 @@ from typing import Any
 from agent.errors import RunFailed
 from agent.training.display import Display
 from agent.training.progress import Follower
-from agent.training.rundir import RunDir, write_json
-from agent.training.services import Services
+from agent.training.rundir import RunDir, stop_file, write_json
+from agent.training.services import Service, Services
+from agent.training.watchdog import Watchdog
 
+SHORT_STEP_SECONDS = 120.0  # a step that takes no longer is finished when the user asks to stop
 _STATE = {
     "starting": "starting",
     "rollout": "rollout",
@@ -86,6 +88,7 @@ def supervise(run: RunDir, attempt: int, config: Any, display: Display) -> Outco
     status = Status(run, attempt, total)
     status.write("starting", 0)
     scratch = Path(tempfile.mkdtemp(prefix="mmqa-"))
+    scratch_note(run.attempt(attempt)).write_text(str(scratch))
     services = Services(run, attempt, config, scratch)
     with _Interrupt() as interrupt:
         try:
@@ -102,11 +105,17 @@ def supervise(run: RunDir, attempt: int, config: Any, display: Display) -> Outco
             display.waiting("the processes to end")
             services.stop()
             shutil.rmtree(scratch, ignore_errors=True)
+            scratch_note(run.attempt(attempt)).unlink(missing_ok=True)
     status.write(outcome.state, outcome.step, reason=outcome.reason, symptom=outcome.symptom)
     if outcome.state == "failed" and outcome.symptom is None:
         outcome.symptom = symptom_of(run)
         status.write(outcome.state, outcome.step, reason=outcome.reason, symptom=outcome.symptom)
     return outcome
+
+
+def scratch_note(attempt: Path) -> Path:
+    """Where an attempt notes its folder of sockets while it runs."""
+    return attempt / "scratch"
 
 
 def symptom_of(run: RunDir) -> str | None:
@@ -121,35 +130,63 @@ def symptom_of(run: RunDir) -> str | None:
     return first.entry.slug if first else None
 
 
+class _Stop:
+    """What Ctrl-C asks for: once, the end of the present step if it is short; twice, the end."""
+
+    def __init__(self, folder: Path, display: Display) -> None:
+        self._folder, self._display = folder, display
+        self._deadline: float | None = None
+
+    def now(self, count: int, phase: str, last_step_seconds: float | None) -> bool:
+        """Whether to end everything at once. ``count``: how often Ctrl-C was pressed."""
+        if count == 0:
+            return False
+        if self._deadline is None:
+            short = last_step_seconds is None or last_step_seconds <= SHORT_STEP_SECONDS
+            if phase == "starting" or not short:
+                return True
+            stop_file(self._folder).touch()
+            self._deadline = time.monotonic() + SHORT_STEP_SECONDS
+            self._display.say("stopping after this step (Ctrl-C again: at once)")
+        return count > 1 or time.monotonic() > self._deadline
+
+
 def _watch(services: Services, status: Status, display: Display, interrupt: _Interrupt) -> Outcome:
     follower = Follower(services.folder / "progress.jsonl")
-    step, reason, finished = 0, None, False
+    watchdog = Watchdog(status.total_steps, time.monotonic())
+    stop = _Stop(services.folder, display)
+    step, phase, seconds, end = 0, "starting", None, Outcome("failed", 0)
     while True:
         ended = services.dead()  # before the events: what the trainer wrote last is then still read
         for event in follower.new():
             display.event(event)
-            if event["phase"] == "step" or (event["phase"] == "starting" and event.get("resumed_from")):
-                step = event["step"]
-            if event["phase"] == "failed":
-                reason = event["reason"]
-            finished |= event["phase"] == "finished"
-            if event["phase"] in _STATE:
-                status.write(_STATE[event["phase"]], event.get("step") or step)
-        if interrupt.count:
-            return Outcome("stopped", step, "stopped by the user")
+            watchdog.feed(event, time.monotonic())
+            phase = event["phase"]
+            if phase == "step" or (phase == "starting" and event.get("resumed_from")):
+                step, seconds = event["step"], event.get("seconds")
+            if phase in ("failed", "finished", "stopped"):
+                end = Outcome(phase, event.get("step", step), event.get("reason"), event.get("symptom"))
+            if phase in _STATE:
+                status.write(_STATE[phase], event.get("step") or step)
         if ended is not None:
-            if ended.name == "trainer" and ended.exit_code == 0 and finished:
-                return Outcome("finished", step)
-            return _failure(ended.name, ended.exit_code, ended.log, step, reason)
+            if ended.name == "trainer" and ended.exit_code == 0 and end.state != "failed":
+                return Outcome(end.state, end.step, "stopped by the user" if end.state == "stopped" else None)
+            return _failure(ended, step, end.reason, end.symptom)
+        if stop.now(interrupt.count, phase, seconds):
+            return Outcome("stopped", step, "stopped by the user")
+        if silence := watchdog.overdue(time.monotonic()):
+            display.say(silence)
+            status.write(_STATE.get(phase, "starting"), step, reason=silence)
         display.tick()
         time.sleep(0.2)
 
 
-def _failure(name: str, code: int | None, log: Path, step: int, reason: str | None) -> Outcome:
+def _failure(ended: Service, step: int, reason: str | None, symptom: str | None) -> Outcome:
+    code = ended.exit_code
     how = f"by signal {-code}" if code is not None and code < 0 else f"with code {code}"
-    text = f"the {name} ended {how}"
-    cause = reason or last_error(log)
-    return Outcome("failed", step, f"{text}: {cause}" if cause else f"{text}; its log is {log}")
+    text = f"the {ended.name} ended {how}"
+    cause = reason or last_error(ended.log)
+    return Outcome("failed", step, f"{text}: {cause}" if cause else f"{text}; its log is {ended.log}", symptom)
 
 
 def last_error(log: Path) -> str | None:

@@ -271,6 +271,11 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmqa"
 
 
+def is_cached_path(path: str) -> bool:
+    """Whether a model path is that of a tiny model in some cache (it can be made again)."""
+    return Path(path).name.startswith("tiny-vlm-")
+
+
 def _save(model: Any, processor: Any, folder: Path) -> None:
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
@@ -293,7 +298,7 @@ def ensure(recipe: Recipe, report: Callable[[str], None] = lambda line: None) ->
 
     report(f"making the tiny model for {recipe.task} (once, about a minute)")
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # two threads on two busy cores wait for each other
+    torch.set_num_threads(min(2, os.cpu_count() or 1))  # the model is too small for more
     tokenizer = build_tokenizer()
     processor = build_processor(tokenizer)
     model = build_model(tokenizer, recipe.seed)

@@ -13,15 +13,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agent.training import dispatch, image_proof, rows
-from agent.training.progress import Progress
-from agent.training.rundir import RunDir, append_jsonl, write_json
+import httpx
 
+from agent.training import dispatch, image_proof, rows, saving
+from agent.training.progress import Progress
+from agent.training.rundir import RunDir, append_jsonl, stop_file, write_json
+
+CHECK_SECONDS = 5.0  # without a rollout that ended, before gateway and engine are looked at
 RUN_ENV, ATTEMPT_ENV, KEY_ENV = "MMQA_RUN_DIR", "MMQA_ATTEMPT", "MMQA_KEY_FILE"
 
 
 class TrainingStopped(RuntimeError):
-    """The guards stopped the run; the message says why in one line."""
+    """The guards stopped the run; the message says why in one line, ``symptom`` names its page if there is one."""
+
+    def __init__(self, message: str, symptom: str | None = None) -> None:
+        super().__init__(message)
+        self.symptom = symptom
 
 
 def accuracy_metrics(samples: Sequence[dict[str, Any]], prefix: str) -> dict[str, float]:
@@ -75,9 +82,10 @@ def watched_manager(base: type, owner: Any) -> type:
                 if ended:
                     checked = time.monotonic()
                     continue
-                if time.monotonic() - checked > 5.0:  # raises if the gateway has lost it (restarted)
+                if time.monotonic() - checked > CHECK_SECONDS:
                     checked = time.monotonic()
-                    self._get_rollout(next(iter(pending)))
+                    self._get_rollout(next(iter(pending)))  # raises if the gateway has lost it (restarted)
+                    owner.check_engine()
                 time.sleep(self._poll_interval_seconds)
             return owner.on_completed(completed, is_train)
 
@@ -137,12 +145,20 @@ def guarded(base: type) -> type:
             self._proved = False
             self.ended_seen = 0  # how much of the gateway's list of ended rollouts was read
             self._figures: dict[str, Any] = {}
+            self._made = 0  # the newest step that this attempt has made
+            wanted = self.total_training_steps
             try:
                 super().fit()
             except Exception as error:
-                progress.emit("failed", reason=f"{type(error).__name__}: {error}".splitlines()[0][:500])
+                cause = getattr(error, "cause", None) or error  # Ray wraps what a worker raised, traceback and all
+                reason = f"{type(cause).__name__}: {cause}".splitlines()[0][:500]
+                progress.emit("failed", reason=reason, symptom=getattr(error, "symptom", None))
                 raise
-            progress.emit("finished", step=min(self.global_steps, self.total_training_steps))
+            step = self._made or self._began
+            progress.emit("stopped" if step < wanted and self._asked_to_stop() else "finished", step=step)
+
+        def _asked_to_stop(self) -> bool:
+            return stop_file(run.attempt(attempt)).exists()
 
         # -- rollouts -------------------------------------------------------------------------------------------
 
@@ -161,6 +177,18 @@ def guarded(base: type) -> type:
                 local_env_map=settings.local.env_map,
                 k8s_job_template_path=settings.k8s.job_template_path,
             )
+
+        def check_engine(self) -> None:
+            """Stop if an engine is dead: gateway and agents would try again for minutes, rollout after rollout."""
+            for address in self.llm_server_manager.get_addresses():
+                try:
+                    status = httpx.get(f"http://{address}/health", timeout=10.0, trust_env=False).status_code
+                except httpx.TimeoutException:
+                    continue  # busy
+                except httpx.TransportError as error:
+                    status = type(error).__name__
+                if status != 200:
+                    raise TrainingStopped(f"step {self.global_steps}: the engine at {address} is dead ({status})")
 
         def report_rollouts(self, done: int, total: int, is_train: bool) -> None:
             if done in (0, total) or time.monotonic() - self._reported > 1:
@@ -204,6 +232,10 @@ def guarded(base: type) -> type:
             metrics = super()._validate(merged)
             figures = {name: value for name, value in self._figures.items() if name.startswith("val/")}
             progress.emit("validated", step=self.global_steps, reward=metrics.get("val/reward"), **figures)
+            if self._asked_to_stop() and self.total_training_steps > self.global_steps:
+                self.total_training_steps = self.global_steps
+                if self._made == self.global_steps and self.config.trainer.save_freq > 0:
+                    self._save_checkpoint()  # the loop would save only where save_freq falls due
             return {**metrics, **figures}
 
         # -- one step -------------------------------------------------------------------------------------------
@@ -216,6 +248,7 @@ def guarded(base: type) -> type:
                 raise TrainingStopped(f"step {self.global_steps}: no row was left to train on; see samples.jsonl")
             metrics, batch = result
             metrics |= self._figures
+            self._made = self.global_steps
             progress.emit(
                 "step",
                 step=self.global_steps,
@@ -224,6 +257,9 @@ def guarded(base: type) -> type:
                 timing={name: round(value, 2) for name, value in timing_raw.items()},
                 **{name: self._figures.get(name) for name in ("training/logprob_gap_mean", "train/accuracy_any_form")},
             )
+            if self._asked_to_stop():  # the loop takes this step for the last one: it saves, and ends
+                self.total_training_steps = self.global_steps
+                self.config.trainer.test_freq = -1
             return metrics, batch
 
         def _compute_old_log_prob(self, batch: Any) -> Any:
@@ -251,14 +287,33 @@ def guarded(base: type) -> type:
             progress.emit("training", step=self.global_steps, what="update")
             return super()._update_actor(batch)
 
+        # -- checkpoints ----------------------------------------------------------------------------------------
+
         def _save_checkpoint(self) -> None:
-            progress.emit("saving", step=self.global_steps)
+            """Save, verify, and then let older checkpoints go; a save that would not fit is not begun."""
+            step, keep = self.global_steps, self.config.mmqa.keep_checkpoints
+            progress.emit("saving", step=step)
             started = time.monotonic()
-            super()._save_checkpoint()
-            progress.emit("saved", step=self.global_steps, seconds=round(time.monotonic() - started, 2))
+            try:
+                saving.check_space(run, Path(self.config.actor_rollout_ref.model.path))
+                super()._save_checkpoint()
+                written = time.monotonic()
+                saving.finish(run, step, attempt)
+                removed = saving.prune(run, keep, self.config.mmqa.keep_best)
+            except saving.SaveRefused as error:
+                raise TrainingStopped(f"step {step}: {error}", "checkpoint-partial-or-disk-full") from error
+            ended = time.monotonic()
+            progress.emit(
+                "saved",
+                step=step,
+                seconds=round(ended - started, 2),
+                verify_seconds=round(ended - written, 3),
+                removed=removed,
+            )
 
         def _load_checkpoint(self) -> Any:
             result = super()._load_checkpoint()
+            self._began = self.global_steps
             progress.emit("starting", what="refit", step=self.global_steps, resumed_from=self.global_steps or None)
             return result
 

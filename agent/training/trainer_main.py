@@ -58,7 +58,7 @@ def main(root: str) -> None:
     progress.emit("starting", what="loading libraries, Ray")
     from omegaconf import OmegaConf
 
-    config = OmegaConf.load(run.config)
+    config = OmegaConf.load(run.attempt(attempt) / "config.yaml")
     OmegaConf.set_struct(config, False)
     prepare(config, run)
     if cpu_backend.requested():

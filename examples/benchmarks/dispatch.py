@@ -27,6 +27,7 @@ from agent.images import ImageStore
 from agent.training.services import HOST, free_port
 
 LIMIT_SECONDS = 600.0
+AGENT = '{"max_tokens": 6, "allow_remote_images": true}'
 
 
 def cpu_of(pids: list[int]) -> float:
@@ -66,8 +67,10 @@ def wait_ended(client: httpx.Client, count: int) -> None:
     seen, ended = 0, 0
     while ended < count:
         page = client.get("/api/rollouts/terminal", params={"after": seen, "limit": 10_000}).json()
-        if any(item["state"] != "succeeded" for item in page["items"]):
-            raise SystemExit("a rollout failed; see the controller's log")
+        for item in page["items"]:
+            if item["state"] != "succeeded":
+                status = client.get(f"/api/rollouts/{item['rollout_id']}").json()["rollout"]["status"]
+                raise SystemExit(f"a rollout failed: {status['error_message']}")
         seen, ended = page["next_after"], ended + len(page["items"])
         if time.monotonic() > deadline:
             raise SystemExit(f"only {ended} of {count} rollouts ended within {LIMIT_SECONDS:.0f} s")
@@ -77,7 +80,7 @@ def wait_ended(client: httpx.Client, count: int) -> None:
 @contextlib.contextmanager
 def controller(kind: str, url: str, folder: Path) -> Iterator[int]:
     """Start "ours" or "theirs" against a gateway; yields its process id when it serves."""
-    env = {"MMQA_IMAGE_ROOT": str(folder / "images"), "MMQA_AGENT": '{"max_tokens": 6}'}
+    env = {"MMQA_IMAGE_ROOT": str(folder / "images"), "MMQA_AGENT": AGENT}
     if kind == "ours":
         command, ready = ["-m", "agent.training.dispatch", url, "512"], "serving"
     else:

@@ -69,7 +69,8 @@ def gateway(folder: Path, model_url: str) -> Iterator[tuple[httpx.Client, subpro
     port = free_port()
     command = ["-m", "agent.training.gateway_main", f"host={HOST}", f"port={port}"]
     command += ["key=${oc.env:AGL_KEY}", "default_proxy.model_name=m", f"hydra.run.dir={folder}"]
-    with process([*command, "hydra.output_subdir=null"], folder / "gateway.log") as started:
+    command += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]  # as a run starts it
+    with process(command, folder / "gateway.log") as started:
         url = f"http://{HOST}:{port}"
         wait_for(f"{url}/healthz")
         headers = {"Authorization": f"Bearer {KEY}"}

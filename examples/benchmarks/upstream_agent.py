@@ -1,6 +1,6 @@
 """An agent written as the upstream multimodal example writes it: openai's client, the picture in the environment.
 
-For comparison only (see README.md in this folder): each rollout imports openai, and a picture over 128 kB cannot be
+For comparison only (docs/explain/speed.md): each rollout imports openai, and a picture over 128 kB cannot be
 passed to it.
 """
 

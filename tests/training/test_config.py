@@ -3,6 +3,7 @@
 import importlib.util
 
 import pytest
+import yaml
 
 from agent.errors import InputError
 from agent.training import config as configs
@@ -112,8 +113,35 @@ def test_schema_reads_the_installed_sources():
 
 
 def test_rollout_section_explains_the_hazard_lines():
-    text = configs.rollout_section(configs.compose("cpu"), "cpu")
-    assert "rollout:" in text and "# rollouts a prompt" in text
+    text = configs.rollout_section("qwen2_5_vl_3b", vllm_version="0.21.0")
+    rollout = yaml.safe_load(text)["actor_rollout_ref"]["rollout"]
+    assert rollout["enable_prefix_caching"] is False and rollout["engine_kwargs"]["vllm"]["mm_processor_cache_gb"] == 0
+    reasons = [line for line in text.splitlines() if line.endswith("(mm-cache-desync)")]
+    assert [line.split(":")[0].strip() for line in reasons] == ["mm_processor_cache_gb", "enable_prefix_caching"]
+    assert "n: 8  # rollouts a prompt" in text
+
+
+def test_rollout_section_of_a_fixed_version_has_no_cache_lines():
+    text = configs.rollout_section("cpu", ["actor_rollout_ref.rollout.n=4"], "0.22.1")
+    assert "adds nothing, this version is not affected" in text and "(mm-cache-desync)" not in text
+    assert yaml.safe_load(text)["actor_rollout_ref"]["rollout"]["n"] == 4
+
+
+def test_the_cache_keys_choose_how_the_caches_are_kept_in_step():
+    def rollout(*overrides):
+        return configs.compose("cpu", overrides, vllm_version="0.21.0").actor_rollout_ref.rollout
+
+    default, keep, plugin = (
+        rollout(),
+        rollout("mmqa.cache.keep_prefix_caching=true"),
+        rollout("mmqa.cache.strategy=plugin"),
+    )
+    assert default.enable_prefix_caching is False and default.engine_kwargs.vllm.mm_processor_cache_gb == 0
+    assert keep.enable_prefix_caching is True and keep.engine_kwargs.vllm.mm_processor_cache_gb == 0
+    assert plugin.enable_prefix_caching is True and plugin.engine_kwargs.vllm.additional_config.mmqa_cache_sync is True
+    assert "mm_processor_cache_gb" not in plugin.engine_kwargs.vllm
+    with pytest.raises(InputError, match=r"mmqa\.cache: unknown strategy 'both'"):
+        rollout("mmqa.cache.strategy=both")
 
 
 @pytest.mark.parametrize("version", ["1.0.0", "1.0.1"])

@@ -2,13 +2,18 @@
 
 import io
 import json
+import os
 
+import pytest
 from rich.console import Console
 
 from agent.training.display import Display, describe, duration, trend
 from agent.training.progress import Follower, Progress
+from agent.training.run import clean_up
 from agent.training.rundir import RunDir, append_jsonl, read_jsonl, write_json
+from agent.training.services import SECRETS
 from agent.training.summary import latest_per_step, lines, sparkline, what_rose
+from agent.training.supervise import scratch_note
 
 
 def test_attempts_are_numbered_and_latest_follows(tmp_path):
@@ -17,6 +22,25 @@ def test_attempts_are_numbered_and_latest_follows(tmp_path):
     assert [run.new_attempt(), run.new_attempt()] == [1, 2]
     assert run.attempts() == [1, 2] and run.exists()
     assert (run.root / "attempts" / "latest").resolve() == run.attempt(2).resolve()
+
+
+def test_one_supervisor_at_a_time(tmp_path):
+    run = RunDir(tmp_path)
+    with run.locked(), pytest.raises(BlockingIOError, match=f"^{os.getpid()}$"), RunDir(tmp_path).locked():
+        pass
+    with run.locked():
+        pass
+
+
+def test_what_a_killed_supervisor_left_is_removed(tmp_path):
+    run = RunDir(tmp_path / "run")
+    folder, scratch = run.attempt(run.new_attempt()), tmp_path / "mmqa-scratch"
+    scratch.mkdir()
+    for name in SECRETS:
+        (folder / name).write_text("secret")
+    scratch_note(folder).write_text(str(scratch))
+    clean_up(run)
+    assert not scratch.exists() and list(folder.iterdir()) == []
 
 
 def test_a_line_cut_short_is_left_out(tmp_path):

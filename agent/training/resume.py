@@ -1,0 +1,146 @@
+"""Go on with a run: what to start from, what may differ, and what the run's files must look like before it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agent.errors import InputError
+from agent.training import checkpoints
+from agent.training.rundir import RunDir, read_jsonl
+
+# What a checkpoint was made with: another value would make it meaningless, or shift the order of the data.
+FIXED = {
+    "mmqa.task": "the rows would be others",
+    "mmqa.data_root": "the rows would be others",
+    "mmqa.train_samples": "the order of the data would be another",
+    "mmqa.seed": "the rows would be others",
+    "mmqa.blank_images": "the pictures would be others",
+    "mmqa.backend": "the checkpoint belongs to the other one",
+    "data.seed": "the order of the data would be another",
+    "data.shuffle": "the order of the data would be another",
+    "data.train_batch_size": "the place in the data would be another",
+    "actor_rollout_ref.model.path": "the checkpoint holds the weights of the run's own model",
+    "actor_rollout_ref.actor.strategy": "the checkpoint is written in the other one's layout",
+}
+# Set for each attempt by this package, never by the user's change of mind.
+_OWN = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.val_before_train")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an attempt begins: after ``step`` (0: from the model), with ``checkpoint`` if there is one."""
+
+    step: int = 0
+    checkpoint: checkpoints.Checkpoint | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def flat(config: Any, path: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        where = f"{path}.{key}" if path else str(key)
+        found |= flat(value, where) if isinstance(value, dict) else {where: value}
+    return found
+
+
+def differences(saved: Any, wanted: Any) -> list[str]:
+    """The keys whose values differ, as "key: old -> new". Both are plain nested dicts.
+
+    Raises ``InputError`` for a key of ``FIXED``.
+    """
+    before, after = flat(saved), flat(wanted)
+    changed = []
+    for key in sorted(before.keys() | after.keys()):
+        old, new = before.get(key), after.get(key)
+        if old == new or key in _OWN:
+            continue
+        if key in FIXED:
+            raise InputError(
+                f"{key}: {old} -> {new} cannot change in a run that goes on ({FIXED[key]}); "
+                "leave it out, or begin another run with another --run-dir"
+            )
+        changed.append(f"{key}: {old} -> {new}")
+    return changed
+
+
+def finished(run: RunDir, total_steps: int) -> str | None:
+    """What to say about a run that has made all its steps; None if there is more to do."""
+    status: dict[str, Any] = {}
+    if run.status.exists():
+        status = json.loads(run.status.read_text(encoding="utf-8"))
+    if status.get("state") != "finished" or status.get("step", 0) < total_steps:
+        return None
+    return (
+        f"this run has finished: step {status['step']} of {total_steps}. "
+        f"Train further with: mmqa train --run-dir {run.root} --resume auto --steps {2 * total_steps}"
+    )
+
+
+def choose(run: RunDir, step: str | None) -> Start:
+    """The newest whole checkpoint (or that of ``step``, or ``best``), or the beginning if there is none yet.
+
+    Torn ones are named in the notes and never chosen. Raises ``InputError`` if ``step`` is asked for and is not there.
+    """
+    found = checkpoints.checkpoints(run)
+    notes = [
+        f"checkpoint of step {one.step} is not whole and is left alone: {one.problem}" for one in found if one.problem
+    ]
+    if step is None and not any(one.problem is None for one in found):
+        notes.append("there is no whole checkpoint: it begins again at step 1")
+        return Start(notes=notes)
+    chosen = checkpoints.choose(run, step)
+    notes.append(f"it goes on after step {chosen.step} ({chosen.path.name}, {chosen.size / 1e6:,.0f} MB, whole)")
+    return Start(chosen.step, chosen, notes)
+
+
+def for_world_size(run: RunDir, start: Start, world_size: int, say: Any) -> Path | None:
+    """The checkpoint's folder for this number of GPUs, rewritten first if it was made on another one."""
+    if start.checkpoint is None:
+        return None
+    if start.checkpoint.world_size == world_size:
+        return start.checkpoint.path
+    from agent.training import reshard
+
+    say(
+        f"  the checkpoint of {start.checkpoint.world_size} GPU(s) is rewritten for {world_size}: "
+        "weights, optimizer and schedule are kept"
+    )
+    target = run.root / "resharded" / f"world_size_{world_size}" / start.checkpoint.path.name
+    if target.exists():
+        shutil.rmtree(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    reshard.reshard(start.checkpoint.path, target, world_size)
+    return target
+
+
+def supersede(run: RunDir, step: int, attempt: int) -> int:
+    """Leave in ``metrics.jsonl`` and ``samples.jsonl`` what belongs to steps up to ``step``.
+
+    The rest, which the coming attempt makes anew, moves to ``attempts/<attempt>/superseded-*.jsonl``: each file keeps
+    one object a step, and nothing is lost. Returns the number of steps that moved.
+    """
+    redone: set[int] = set()
+    for path in (run.metrics, run.samples):
+        rows = read_jsonl(path)
+        kept = [row for row in rows if row["step"] <= step]
+        if len(kept) == len(rows):
+            continue
+        gone = [row for row in rows if row["step"] > step]
+        if path == run.metrics:
+            redone = {row["step"] for row in gone}
+        _write_lines(run.attempt(attempt) / f"superseded-{path.name}", gone)
+        _write_lines(path, kept)
+    return len(redone)
+
+
+def _write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    scratch = path.with_name(f".{path.name}.part")
+    scratch.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    os.replace(scratch, path)

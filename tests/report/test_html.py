@@ -1,0 +1,62 @@
+"""The report of a run: what it shows, and that nothing a model said can act in it."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+
+from agent.images import ImageStore
+from agent.report.html import SHOWN_SAMPLES, chosen_samples, curve, render
+from agent.training.rundir import RunDir, append_jsonl, write_json
+
+EVIL = "<script>alert(1)</script>\"><img src=x onerror=alert(2)> & 'quoted'"
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    picture = ImageStore(run.images).put(Image.new("RGB", (84, 84), "red"))
+    write_json(
+        run.status, {"state": "failed", "step": 2, "total_steps": 4, "attempt": 1, "reason": EVIL, "symptom": EVIL}
+    )
+    for step in range(3):
+        row = {
+            "step": step,
+            "attempt": 1,
+            "training/reward": step / 4,
+            "val/accuracy_any_form": 0.5,
+            "val/wanted_form": 1,
+        }
+        append_jsonl(run.metrics, row)
+        sample = {"step": step, "split": "train", "state": "succeeded", "images": [picture, EVIL], "question": EVIL}
+        append_jsonl(run.samples, sample | {"replies": [EVIL, None], "truth": EVIL, "reward": EVIL, "error": EVIL})
+    return run
+
+
+def test_what_a_model_said_is_text_and_nothing_else(run):
+    text = render(run)
+    assert "&lt;script&gt;" in text and not re.search(r"<script|<img src=x|onerror=alert\(2\)>", text)
+    tags = set(re.findall(r"<([a-z0-9]+)", text))
+    allowed = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "svg", "polyline", "text"}
+    assert tags <= allowed | {"table", "tr", "th", "td", "img", "br", "code", "div"}
+    assert "default-src 'none'" in text and "http://" not in text and "https://" not in text
+    assert text.count("data:image/png;base64,") == 3, "stored pictures are shown, other references are text"
+
+
+def test_the_command_writes_the_file(run):
+    done = subprocess.run([sys.executable, "-m", "agent.cli", "report", str(run.root)], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() == str(run.report) and "<svg" in run.report.read_text()
+    done = subprocess.run([sys.executable, "-m", "agent.cli", "report", "nowhere"], capture_output=True, text=True)
+    assert done.returncode == 2 and "no run here" in done.stderr
+
+
+def test_curves_and_samples_are_chosen():
+    assert curve([(1, 0.5)], "x") == "" and 'points="40.0,15.0' in curve([(0, 1), (1, 0)], "x")
+    assert "nan" not in curve([(0, 1), (1, 1)], "x")
+    samples = [{"split": "val", "n": n} for n in range(50)] + [{"split": "train", "n": n} for n in range(50)]
+    samples.append({"split": "train", "state": "failed", "n": -1})
+    chosen = chosen_samples(samples)
+    assert len(chosen) == SHOWN_SAMPLES and chosen[0]["n"] == -1 and chosen[1] == {"split": "val", "n": 49}

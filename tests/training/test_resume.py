@@ -1,0 +1,89 @@
+"""Going on with a run: what may differ, where it begins, what its files hold afterwards. No engine."""
+
+import json
+
+import pytest
+
+from agent.errors import InputError
+from agent.training import resume
+from agent.training.rundir import RunDir, append_jsonl, read_jsonl, write_json
+from agent.training.watchdog import FIRST_LIMITS, Watchdog
+
+SAVED = {"mmqa": {"task": "digits", "seed": 1}, "trainer": {"total_training_steps": 40, "resume_mode": "disable"}}
+
+
+def changed(**keys):
+    wanted = json.loads(json.dumps(SAVED))
+    for path, value in keys.items():
+        section, key = path.split("__")
+        wanted[section][key] = value
+    return wanted
+
+
+def test_differences_are_named_and_own_keys_left_out():
+    assert resume.differences(SAVED, SAVED) == []
+    assert resume.differences(SAVED, changed(trainer__resume_mode="resume_path")) == []
+    assert resume.differences(SAVED, changed(trainer__total_training_steps=80, trainer__new=1)) == [
+        "trainer.new: None -> 1",
+        "trainer.total_training_steps: 40 -> 80",
+    ]
+
+
+@pytest.mark.parametrize("key", ["mmqa__task", "mmqa__seed"])
+def test_what_cannot_change_is_refused(key):
+    with pytest.raises(InputError, match=rf"{key.replace('__', '.')}: .* cannot change in a run that goes on"):
+        resume.differences(SAVED, changed(**{key: "other"}))
+
+
+def test_a_finished_run_says_how_to_train_further(tmp_path):
+    run = RunDir(tmp_path)
+    assert resume.finished(run, 40) is None
+    write_json(run.status, {"state": "finished", "step": 40})
+    assert "--steps 80" in (resume.finished(run, 40) or "") and resume.finished(run, 60) is None
+    write_json(run.status, {"state": "failed", "step": 40})
+    assert resume.finished(run, 40) is None
+
+
+def test_without_a_checkpoint_it_begins_again(tmp_path):
+    start = resume.choose(RunDir(tmp_path), None)
+    assert (start.step, start.checkpoint) == (0, None) and "begins again at step 1" in start.notes[-1]
+    with pytest.raises(InputError, match="no whole checkpoint"):
+        resume.choose(RunDir(tmp_path), "20")
+
+
+def test_metrics_and_samples_keep_one_object_a_step(tmp_path):
+    run = RunDir(tmp_path)
+    run.new_attempt()
+    for step in range(6):
+        append_jsonl(run.metrics, {"step": step, "attempt": 1})
+        append_jsonl(run.samples, {"step": step, "attempt": 1, "id": "a"})
+        append_jsonl(run.samples, {"step": step, "attempt": 1, "id": "ü"})
+    attempt = run.new_attempt()
+    assert resume.supersede(run, 3, attempt) == 2
+    assert [one["step"] for one in read_jsonl(run.metrics)] == [0, 1, 2, 3]
+    assert len(read_jsonl(run.samples)) == 8
+    assert [one["step"] for one in read_jsonl(run.attempt(2) / "superseded-metrics.jsonl")] == [4, 5]
+    assert len(read_jsonl(run.attempt(2) / "superseded-samples.jsonl")) == 4
+    assert resume.supersede(run, 3, attempt) == 0, "nothing more to move"
+
+
+def test_the_watchdog_speaks_when_a_phase_is_silent_too_long():
+    dog = Watchdog(total=40, now=0.0)
+    assert dog.overdue(FIRST_LIMITS["starting"] - 1) is None
+    assert "starting" in (dog.overdue(FIRST_LIMITS["starting"] + 1) or "")
+    assert dog.overdue(FIRST_LIMITS["starting"] + 60) is None, "not again until the silence has doubled"
+    assert dog.overdue(2 * FIRST_LIMITS["starting"] + 10) is not None
+
+
+def test_the_watchdog_learns_how_long_a_phase_is_silent():
+    dog, now = Watchdog(total=40, now=0.0), 0.0
+    for step in range(1, 4):
+        for phase, seconds in (("rollout", 2.0), ("training", 12.0)):
+            dog.feed({"phase": phase, "step": step, "done": 1, "total": 8, "what": "update"}, now)
+            now += seconds
+    dog.feed({"phase": "training", "step": 4, "what": "update"}, now)
+    assert dog.limit() == 120.0
+    said = dog.overdue(now + 130.0)
+    assert said is not None and "step 4/40: update" in said and "trainer.log" in said and "2 min 10 s" in said
+    dog.feed({"phase": "rollout", "step": 4, "done": 0, "total": 8}, now)
+    assert dog.limit() == 60.0 and "controller.log" in (dog.overdue(now + 61) or "")

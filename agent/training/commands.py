@@ -115,7 +115,7 @@ def export(
     out: Annotated[str, typer.Option(help="The folder to write; must not exist or be empty.")],
     step: Annotated[str | None, typer.Option(help="A step, or best [default: the newest whole one].")] = None,
 ) -> None:
-    """Write a Hugging Face folder (bfloat16) from a checkpoint, through verl's model merger."""
+    """Write a Hugging Face folder from a checkpoint, through verl's model merger (in the model's own precision)."""
     from pathlib import Path
 
     from agent.training import checkpoints as kept

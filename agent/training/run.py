@@ -183,7 +183,8 @@ def begin_at(run: RunDir, config: Any, start: Start, attempt: int, display: Disp
 
 
 def clean_up(run: RunDir) -> None:
-    """Remove what an attempt left whose supervisor was killed: its keys, and its folder of sockets."""
+    """Remove what an attempt left whose supervisor was killed (keys, folder of sockets), and resharded checkpoints."""
+    shutil.rmtree(run.root / "resharded", ignore_errors=True)
     for number in run.attempts():
         folder = run.attempt(number)
         for secret in SECRETS:
@@ -208,6 +209,6 @@ def conclude(run: RunDir, outcome: Outcome, display: Display) -> Path:
 
 def how_to_go_on(run: RunDir) -> str:
     """The command that continues a run, and where it would begin; right with and without checkpoints."""
-    whole = [one.step for one in checkpoints.checkpoints(run) if one.problem is None]
-    where = f"from step {whole[-1]}, its newest whole checkpoint" if whole else "from the start: there is no checkpoint"
+    whole = checkpoints.by_age([one for one in checkpoints.checkpoints(run) if one.problem is None])
+    where = f"from step {whole[-1].step}, its newest whole checkpoint" if whole else "from the start: there is no checkpoint"
     return f"go on {where}, with: mmqa train --run-dir {run.root} --resume auto"

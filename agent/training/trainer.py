@@ -296,6 +296,7 @@ def guarded(base: type) -> type:
             started = time.monotonic()
             try:
                 saving.check_space(run, Path(self.config.actor_rollout_ref.model.path))
+                saving.begin(run, step)
                 super()._save_checkpoint()
                 written = time.monotonic()
                 saving.finish(run, step, attempt)

@@ -195,20 +195,26 @@ def clean_up(run: RunDir) -> None:
 
 
 def conclude(run: RunDir, outcome: Outcome, display: Display) -> Path:
-    """Say how the run ended, what it learned, and how to go on."""
+    """Say how the run ended, what it learned, and how to go on; writes ``report.html``."""
+    from agent.report.html import render  # beside this package, not below it
+
     if outcome.state == "failed":
         logs = run.root / "attempts" / "latest"
         raise RunFailed(f"{outcome.reason}\n  logs: {logs}\n  {how_to_go_on(run)}", slug=outcome.symptom)
     for line in summary.lines(run):
         display.say(line)
+    run.report.write_text(render(run), encoding="utf-8")
     if outcome.state == "stopped":
         raise RunStopped(f"stopped after step {outcome.step}; {how_to_go_on(run)}")
+    display.say(f"report: {run.report}")
     display.say(f"done: {run.root}")
     return run.root
 
 
 def how_to_go_on(run: RunDir) -> str:
     """The command that continues a run, and where it would begin; right with and without checkpoints."""
-    whole = checkpoints.by_age([one for one in checkpoints.checkpoints(run) if one.problem is None])
-    where = f"from step {whole[-1].step}, its newest whole checkpoint" if whole else "from the start: there is no checkpoint"
+    whole = checkpoints.by_age(checkpoints.checkpoints(run))
+    where = "from the start: there is no checkpoint"
+    if whole:
+        where = f"from step {whole[-1].step}, its newest whole checkpoint"
     return f"go on {where}, with: mmqa train --run-dir {run.root} --resume auto"

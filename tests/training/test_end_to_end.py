@@ -206,22 +206,68 @@ def test_the_key_is_the_users_alone_and_in_no_file(run):
     assert holders == []
 
 
-def test_a_checkpoint_becomes_a_folder_that_transformers_loads(run, tmp_path):
-    from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
+VLLM_LOG_PROBS = """
+import json, sys
+from agent.training import cpu_backend
+cpu_backend.install()
+from PIL import Image
 
-    command = [
-        sys.executable,
-        "-m",
-        "agent.cli",
-        "export",
-        str(run["root"]),
-        "--step",
-        "2",
-        "--out",
-        str(tmp_path / "hf"),
-    ]
+def main(folder, requests, out):
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=128, gpu_memory_utilization=0.1)
+    found = []
+    for one in json.load(open(requests)):
+        prompt = {"prompt": one["text"], "multi_modal_data": {"image": Image.open(one["image"])}}
+        done = llm.generate(prompt, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
+        found += [next(iter(one.values())).logprob for one in done.prompt_logprobs[-one["count"]:]]
+    json.dump(found, open(out, "w"))
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+@pytest.fixture(scope="module")
+def exported(run, tmp_path_factory):
+    """The Hugging Face folder of step 2."""
+    out = tmp_path_factory.mktemp("export") / "hf"
+    command = [sys.executable, "-m", "agent.cli", "export", str(run["root"]), "--step", "2", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    model = Qwen2VLForConditionalGeneration.from_pretrained(tmp_path / "hf")
-    processor = AutoProcessor.from_pretrained(tmp_path / "hf")
+    return out
+
+
+def test_an_export_gives_the_actors_log_probs_in_transformers_and_in_vllm(run, exported, tmp_path):
+    import torch
+    from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
+
+    from agent.training.tiny_vlm import prompt_text
+
+    processor = AutoProcessor.from_pretrained(exported)
+    model = Qwen2VLForConditionalGeneration.from_pretrained(exported, dtype=torch.float32)
     assert model.config.text_config.vocab_size == len(processor.tokenizer) and processor.chat_template
+    samples = [one for one in jsonl(run["root"] / "samples.jsonl") if one["step"] == 2 and one["split"] == "train"][:6]
+    loaded = log_probs(model, processor, samples)
+    state = torch.load(run["root"] / "checkpoints/global_step_2/actor/model_world_size_1_rank_0.pt", weights_only=False)
+    model.load_state_dict(
+        {name: value.to_local() if hasattr(value, "to_local") else value for name, value in state.items()}
+    )
+    assert torch.allclose(loaded, log_probs(model, processor, samples), atol=1e-5), "as the actor's own shard"
+    requests = [
+        {
+            "text": prompt_text(one["question"]) + one["replies"][-1],
+            "image": one["images"][0].removeprefix("file://"),
+            "count": len(processor.tokenizer(one["replies"][-1], add_special_tokens=False)["input_ids"]),
+        }
+        for one in samples
+    ]
+    (tmp_path / "requests.json").write_text(json.dumps(requests))
+    (tmp_path / "engine.py").write_text(VLLM_LOG_PROBS)
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+    env = {**os.environ, **settings, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    command = [sys.executable, "engine.py", str(exported), "requests.json", "found.json"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    found = torch.tensor(json.loads((tmp_path / "found.json").read_text()))
+    assert (found - loaded).abs().max().item() < 0.01

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from agent.errors import InputError
-from agent.training import resume
+from agent.training import resume, run
 from agent.training.rundir import RunDir, append_jsonl, read_jsonl, write_json
 from agent.training.watchdog import FIRST_LIMITS, Watchdog
 
@@ -36,12 +36,26 @@ def test_what_cannot_change_is_refused(key):
 
 
 def test_a_finished_run_says_how_to_train_further(tmp_path):
-    run = RunDir(tmp_path)
-    assert resume.finished(run, 40) is None
-    write_json(run.status, {"state": "finished", "step": 40})
-    assert "--steps 80" in (resume.finished(run, 40) or "") and resume.finished(run, 60) is None
-    write_json(run.status, {"state": "failed", "step": 40})
-    assert resume.finished(run, 40) is None
+    folder = RunDir(tmp_path)
+    assert resume.finished(folder, 40) is None
+    write_json(folder.status, {"state": "finished", "step": 40})
+    assert "--steps 80" in (resume.finished(folder, 40) or "") and resume.finished(folder, 60) is None
+    write_json(folder.status, {"state": "failed", "step": 40})
+    assert resume.finished(folder, 40) is None
+
+
+@pytest.mark.parametrize(("terminal", "answer", "goes_on"), [(True, "", True), (True, "n", False), (False, "", False)])
+def test_on_a_terminal_it_asks_and_elsewhere_it_refuses(tmp_path, monkeypatch, terminal, answer, goes_on):
+    write_json(RunDir(tmp_path).status, {"state": "failed", "step": 3})
+    asked = []
+    monkeypatch.setattr(run.sys.stdin, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(run.sys.stdout, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or answer)
+    # going on, it finds that there is no config.yaml
+    said = r"config\.yaml is missing" if goes_on else "already holds a run; go on with --resume auto"
+    with pytest.raises(InputError, match=said):
+        run.train(run_dir=tmp_path)
+    assert len(asked) == terminal
 
 
 def test_without_a_checkpoint_it_begins_again(tmp_path):
@@ -52,19 +66,19 @@ def test_without_a_checkpoint_it_begins_again(tmp_path):
 
 
 def test_metrics_and_samples_keep_one_object_a_step(tmp_path):
-    run = RunDir(tmp_path)
-    run.new_attempt()
+    folder = RunDir(tmp_path)
+    folder.new_attempt()
     for step in range(6):
-        append_jsonl(run.metrics, {"step": step, "attempt": 1})
-        append_jsonl(run.samples, {"step": step, "attempt": 1, "id": "a"})
-        append_jsonl(run.samples, {"step": step, "attempt": 1, "id": "ü"})
-    attempt = run.new_attempt()
-    assert resume.supersede(run, 3, attempt) == 2
-    assert [one["step"] for one in read_jsonl(run.metrics)] == [0, 1, 2, 3]
-    assert len(read_jsonl(run.samples)) == 8
-    assert [one["step"] for one in read_jsonl(run.attempt(2) / "superseded-metrics.jsonl")] == [4, 5]
-    assert len(read_jsonl(run.attempt(2) / "superseded-samples.jsonl")) == 4
-    assert resume.supersede(run, 3, attempt) == 0, "nothing more to move"
+        append_jsonl(folder.metrics, {"step": step, "attempt": 1})
+        append_jsonl(folder.samples, {"step": step, "attempt": 1, "id": "a"})
+        append_jsonl(folder.samples, {"step": step, "attempt": 1, "id": "ü"})
+    attempt = folder.new_attempt()
+    assert resume.supersede(folder, 3, attempt) == 2
+    assert [one["step"] for one in read_jsonl(folder.metrics)] == [0, 1, 2, 3]
+    assert len(read_jsonl(folder.samples)) == 8
+    assert [one["step"] for one in read_jsonl(folder.attempt(2) / "superseded-metrics.jsonl")] == [4, 5]
+    assert len(read_jsonl(folder.attempt(2) / "superseded-samples.jsonl")) == 4
+    assert resume.supersede(folder, 3, attempt) == 0, "nothing more to move"
 
 
 def test_the_watchdog_speaks_when_a_phase_is_silent_too_long():

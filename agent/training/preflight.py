@@ -153,7 +153,7 @@ def hazards(config: Any, root: Path) -> list[Any]:
     from agent.symptoms.hazards import check as check_hazards
 
     nested: Any = OmegaConf.to_container(config, resolve=True)
-    found = check_hazards(nested, doctor.installed_versions(), doctor.look_at_machine(nested, root))
+    found = check_hazards(nested, doctor.installed_versions(), doctor.look_at_machine(nested, root, gpu_seconds=10.0))
     if found and found[0].severity == "crash":
         raise InputError(f"{found[0].what}; {found[0].change}", slug=found[0].slug or None)
     return found

@@ -17,6 +17,7 @@ from agent.training.rundir import RunDir, stop_file, write_json
 from agent.training.services import Service, Services
 from agent.training.watchdog import Watchdog
 
+SAME_PRESS_SECONDS = 0.3
 SHORT_STEP_SECONDS = 120.0  # a step that takes no longer is finished when the user asks to stop
 _STATE = {
     "starting": "starting",
@@ -68,7 +69,7 @@ class _Interrupt:
     """Counts Ctrl-C (and SIGTERM) instead of raising in the middle of something."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count, self._last = 0, 0.0
 
     def __enter__(self) -> _Interrupt:
         self._old = {number: signal.signal(number, self._on) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -79,7 +80,10 @@ class _Interrupt:
             signal.signal(number, handler)
 
     def _on(self, *args: object) -> None:
-        self.count += 1
+        now = time.monotonic()
+        if now - self._last > SAME_PRESS_SECONDS:  # a wrapper such as "uv run" may pass on what the terminal sent too
+            self.count += 1
+        self._last = now
 
 
 def supervise(run: RunDir, attempt: int, config: Any, display: Display) -> Outcome:

@@ -41,6 +41,33 @@ def image_caches(facts: Facts) -> Iterator[Finding]:
     )
 
 
+def encoder_outputs(facts: Facts) -> Iterator[Finding]:
+    """vLLM before 0.17: sleeping (and before 0.16 pausing too) keeps the encoder outputs of the old vision tower.
+
+    verl 0.8.0 clears the encoder cache itself from vLLM 0.17.0 on only; Agent Lightning's pause does from 0.16.0 on.
+    """
+    settings = facts.settings
+    kept = "<0.16" if facts.agent_lightning else "<0.17"
+    if not (_on_verl(facts) and facts.images and facts.within("vllm", kept)):
+        return
+    frozen = (settings.number(f"{MODEL}.lora_rank") or 0) > 0 and "visual" in str(
+        settings.get(f"{MODEL}.exclude_modules")
+    )
+    if frozen or (
+        settings.explicit(f"{ROLLOUT}.enable_prefix_caching") is False
+        and settings.number(f"{ENGINE}.mm_processor_cache_gb") == 0
+    ):  # the vision tower stays as it was, or no output is ever used twice
+        return
+    yield Finding(
+        f"vLLM {facts.versions['vllm']} keeps its encoder cache over a refit, and the vision tower is trained",
+        "neither its sleep nor its pause empties the encoder cache before 0.16.0, its sleep not before 0.17.0, and "
+        "verl does it from 0.17.0 on: pictures seen before are answered from the vision tower of earlier weights",
+        "vLLM 0.22.1 (mmqa doctor then names what else it needs)",
+        "stale-encoder-output",
+        "silent",
+    )
+
+
 def trace_level(facts: Facts) -> Iterator[Finding]:
     """Agent Lightning merges turns by default, which it refuses for images."""
     level = facts.settings.get("agentlightning.trace_aggregator.level")
@@ -237,6 +264,7 @@ def checkpoints(facts: Facts) -> Iterator[Finding]:
 
 CHECKS = (
     image_caches,
+    encoder_outputs,
     trace_level,
     pictures_in_environment,
     packed_state,

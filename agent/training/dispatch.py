@@ -91,11 +91,16 @@ class AlreadyServed(RuntimeError):
     """Another controller on this machine serves the same gateway."""
 
 
+def lock_path(gateway: str) -> Path:
+    """The file whose lock the one controller of a gateway's address holds."""
+    parts = urlsplit(gateway)
+    return Path(tempfile.gettempdir()) / f"mmqa-controller-{os.getuid()}-{parts.hostname}-{parts.port}.lock"
+
+
 @contextlib.contextmanager
 def sole_controller(gateway: str) -> Any:
     """Hold the lock of a gateway's address; ``AlreadyServed`` if another process holds it."""
-    parts = urlsplit(gateway)
-    path = Path(tempfile.gettempdir()) / f"mmqa-controller-{os.getuid()}-{parts.hostname}-{parts.port}.lock"
+    path = lock_path(gateway)
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

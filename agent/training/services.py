@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from agent.errors import RunFailed
-from agent.training import cpu_backend, dispatch, warm
+from agent.training import cpu_backend, dispatch, upstream_fixes, warm
 from agent.training.rundir import RunDir
 from agent.training.trainer import ATTEMPT_ENV, KEY_ENV, RUN_ENV
 
 HOST = "127.0.0.1"
+SHARED_MEMORY = Path("/dev/shm")
 SECRETS = ("gateway.key", "ray.token")  # in an attempt's folder while it runs
+SCRATCH_ENV = upstream_fixes.SCRATCH_ENV
 TOKEN_ENV = "MMQA_RUN_TOKEN"  # marks every process of one attempt, to find what is left at the end
 _LIBC = ctypes.CDLL(None)
 START_SECONDS = 60.0  # gateway: from start to the first answer
@@ -80,6 +82,30 @@ class Service:
             os.killpg(self.process.pid, number)
 
 
+def shared_memory_note(attempt: Path) -> Path:
+    """Where an attempt notes the shared memory of its processes while it runs."""
+    return attempt / "shared-memory"
+
+
+def mapped_shared_memory(pid: int) -> set[str]:
+    """Names in /dev/shm that a process has mapped."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    paths = {line.split(maxsplit=5)[-1].removesuffix(" (deleted)") for line in lines if f" {SHARED_MEMORY}/" in line}
+    return {Path(path).name for path in paths}
+
+
+def remove_shared_memory(attempt: Path) -> None:
+    """Remove what ``shared_memory_note`` names and is still there. Only when the attempt's processes have ended."""
+    note = shared_memory_note(attempt)
+    if note.exists():
+        for name in note.read_text().split():
+            (SHARED_MEMORY / name).unlink(missing_ok=True)
+        note.unlink()
+
+
 class Services:
     """The processes of one attempt. ``key`` and ``token`` are made here, for this attempt alone.
 
@@ -95,6 +121,7 @@ class Services:
         self.ray_token_file = _secret_file(self.folder / SECRETS[1], secrets.token_hex(32))
         self.started: dict[str, Service] = {}
         self.url = ""
+        self._shared: set[str] = set()
 
     def environment(self) -> dict[str, str]:
         """What every process of the attempt gets beside the caller's environment."""
@@ -107,6 +134,7 @@ class Services:
             ATTEMPT_ENV: str(self.attempt),
             KEY_ENV: str(self.key_file),
             TOKEN_ENV: self.token,
+            SCRATCH_ENV: str(self.scratch),
             "RAY_AUTH_MODE": "token",  # a token of this attempt's own, instead of one in the home folder for all runs
             "RAY_AUTH_TOKEN_PATH": str(self.ray_token_file),
             "PYTHONUNBUFFERED": "1",
@@ -240,7 +268,11 @@ class Services:
         return None
 
     def stop(self, seconds: float = 15.0) -> None:
-        """End every process of the attempt: politely, then by force, then whatever still carries the token."""
+        """End every process of the attempt: politely, then by force, then whatever still carries the token.
+
+        Then remove what ended processes cannot remove themselves: keys, shared memory, the controller's lock.
+        """
+        self.note_shared_memory()
         services = [self.started[name] for name in ("trainer", "warm", "controller", "gateway") if name in self.started]
         for service in services:
             if service.exit_code is None:
@@ -253,6 +285,17 @@ class Services:
         self._end_leftovers()
         for secret in (self.key_file, self.ray_token_file):
             secret.unlink(missing_ok=True)
+        if self.url:
+            dispatch.lock_path(self.url).unlink(missing_ok=True)
+        remove_shared_memory(self.folder)
+
+    def note_shared_memory(self) -> None:
+        """Write down which shared memory the attempt's processes hold (it outlives a process that is killed)."""
+        found = {name for process in self.leftovers() for name in mapped_shared_memory(process.pid)}
+        if new := found - self._shared:
+            self._shared |= new
+            with shared_memory_note(self.folder).open("a") as file:
+                file.writelines(f"{name}\n" for name in sorted(new))
 
     def leftovers(self) -> list[Any]:
         """Processes that still carry this attempt's token (Ray's and vLLM's children leave their parent's group)."""

@@ -17,6 +17,7 @@ from agent.training.rundir import RunDir, stop_file, write_json
 from agent.training.services import Service, Services
 from agent.training.watchdog import Watchdog
 
+NOTE_SECONDS = 15.0  # between two looks at the shared memory of the run's processes
 SAME_PRESS_SECONDS = 0.3
 SHORT_STEP_SECONDS = 120.0  # a step that takes no longer is finished when the user asks to stop
 _STATE = {
@@ -159,6 +160,7 @@ def _watch(services: Services, status: Status, display: Display, interrupt: _Int
     follower = Follower(services.folder / "progress.jsonl")
     watchdog = Watchdog(status.total_steps, time.monotonic())
     stop = _Stop(services.folder, display)
+    noted = time.monotonic()
     step, phase, seconds, end = 0, "starting", None, Outcome("failed", 0)
     while True:
         ended = services.dead()  # before the events: what the trainer wrote last is then still read
@@ -181,6 +183,9 @@ def _watch(services: Services, status: Status, display: Display, interrupt: _Int
         if silence := watchdog.overdue(time.monotonic()):
             display.say(silence)
             status.write(_STATE.get(phase, "starting"), step, reason=silence)
+        if time.monotonic() - noted > NOTE_SECONDS:
+            noted = time.monotonic()
+            services.note_shared_memory()
         display.tick()
         time.sleep(0.2)
 

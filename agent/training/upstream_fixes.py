@@ -6,8 +6,11 @@ Registered like those of ``cpu_backend``: each is applied right after the module
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 from typing import Any
+
+SCRATCH_ENV = "MMQA_SCRATCH"  # an attempt's folder of sockets
 
 
 def install() -> None:
@@ -22,6 +25,8 @@ def install() -> None:
     if importlib.util.find_spec("flash_attn") is None:
         wrapt.register_post_import_hook(_padding_functions, "verl.utils.attention_utils")
     wrapt.register_post_import_hook(_guarded_trainer, "agentlightning.verl.trainer")
+    wrapt.register_post_import_hook(_sending_socket, "verl.workers.rollout.vllm_rollout.vllm_rollout")
+    wrapt.register_post_import_hook(_receiving_socket, "verl.workers.rollout.vllm_rollout.utils")
 
 
 def _store_on_loopback(rendezvous: Any) -> None:
@@ -77,6 +82,31 @@ def _padding_functions(attention_utils: Any) -> None:
         return twins.index_first_axis, twins.pad_input, twins.rearrange, twins.unpad_input
 
     attention_utils._get_attention_functions = functions
+
+
+def _own_socket(handle: str) -> str:
+    scratch = os.environ.get(SCRATCH_ENV)
+    return handle.replace("ipc:///tmp/", f"ipc://{scratch}/") if scratch else handle
+
+
+def _sending_socket(vllm_rollout: Any) -> None:
+    """``ServerAdapter`` (verl 0.8.0): its socket for a refit lies in /tmp and is named by Ray's job id.
+
+    That id is 01000000 in every Ray cluster of its own, so two runs on one machine would use one socket.
+    """
+    original = vllm_rollout.ServerAdapter.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.zmq_handle = _own_socket(self.zmq_handle)
+
+    vllm_rollout.ServerAdapter.__init__ = init
+
+
+def _receiving_socket(utils: Any) -> None:
+    """``vLLMColocateWorkerExtension._get_zmq_handle`` (verl 0.8.0): the other end of the same socket."""
+    original = utils.vLLMColocateWorkerExtension._get_zmq_handle
+    utils.vLLMColocateWorkerExtension._get_zmq_handle = lambda self: _own_socket(original(self))
 
 
 def _guarded_trainer(module: Any) -> None:

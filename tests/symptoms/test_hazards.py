@@ -143,6 +143,9 @@ CASES = [
     Case("stale-encoder-output", "silent", "policy: {generation: {vllm_cfg: {async_engine: false}}}", base=NEMO,
          applies=False),
     Case("stale-encoder-output", "silent", "policy: {generation: {refit_transport: nixl}}", base=NEMO, applies=False),
+    Case("stale-encoder-output", "silent", versions={"vllm": "0.14.1"}, applies=False),
+    Case("stale-encoder-output", "silent", versions={"vllm": "0.16.0", "agentlightning": None}, applies=False,
+         base=HEALTHY.replace("agentlightning.", "# ")),
 ]  # fmt: skip
 
 

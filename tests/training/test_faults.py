@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -46,6 +47,14 @@ class Broken:
 
     def __init__(self, root):
         self.run, self.root, self.process = RunDir(root), root, None
+        self.before = self.traces()
+
+    @staticmethod
+    def traces():
+        """What runs could leave on the machine beside processes: shared memory, and files below /tmp."""
+        temporary = {str(one) for one in Path(tempfile.gettempdir()).glob("mmqa-*")}
+        sockets = {str(one) for one in Path("/tmp").glob("rl-colocate*")}
+        return temporary | sockets | {str(one) for one in Path("/dev/shm").glob("*")}
 
     def start(self, *arguments):
         """The same command each time (``arguments``: further ones)."""
@@ -106,6 +115,7 @@ class Broken:
         took = time.monotonic() - started
         assert took < seconds, f"{took:.0f} s\n{self.said()}"
         assert self.processes() == []
+        assert self.traces() - self.before == set()
         assert list(self.root.glob("attempts/*/*.key")) == [] and list(self.root.glob("attempts/*/*.token")) == []
         return code
 

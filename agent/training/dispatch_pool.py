@@ -12,10 +12,10 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any
 
 from agent.training import dispatch_worker
@@ -46,11 +46,22 @@ class WorkerHandle:
     """The controller's side of one worker process."""
 
     process: Any
-    connection: Connection
+    line: socket.socket
+    writer: asyncio.StreamWriter | None = None  # once the connection is open
+    waiting: list[bytes] = field(default_factory=list)  # messages until then
+    serving: asyncio.Task[None] | None = None
     jobs: dict[str, Job] = field(default_factory=dict)
     taken: int = 0
     heard: float = field(default_factory=time.monotonic)
     retiring: bool = False
+
+    def send(self, *message: Any) -> None:
+        """Send without ever blocking: what does not fit into the socket waits in memory."""
+        frame = dispatch_worker.pack(*message)
+        if self.writer is None:
+            self.waiting.append(frame)
+        elif not self.writer.is_closing():
+            self.writer.write(frame)
 
 
 class Pool:
@@ -106,8 +117,7 @@ class Pool:
             _kill_group(self._isolated[job.rollout][1])
         for worker in self._workers:
             if job.rollout in worker.jobs:
-                with contextlib.suppress(OSError):
-                    worker.connection.send(("cancel", job.rollout))
+                worker.send("cancel", job.rollout)
 
     def care(self, now: float) -> None:
         """Look after time-outs and hung workers; call it a few times a second."""
@@ -125,13 +135,13 @@ class Pool:
     # -- workers ----------------------------------------------------------------------------------------------------
 
     def _start_worker(self) -> WorkerHandle:
-        ours, theirs = self._context.Pipe()
+        ours, theirs = socket.socketpair()
         process = self._context.Process(target=dispatch_worker.worker_main, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
         worker = WorkerHandle(process, ours)
         self._workers.append(worker)
-        asyncio.get_running_loop().add_reader(ours.fileno(), self._receive, worker)
+        worker.serving = asyncio.get_running_loop().create_task(self._serve(worker))
         return worker
 
     def _assign(self, job: Job) -> None:
@@ -139,28 +149,31 @@ class Pool:
         worker = min(open_workers, key=lambda one: len(one.jobs)) if open_workers else self._start_worker()
         worker.jobs[job.rollout] = job
         worker.taken += 1
-        try:
-            worker.connection.send(("run", job.rollout, job.path, job.environ))
-        except OSError:
-            self._lost(worker)
-            return
+        worker.send("run", job.rollout, job.path, job.environ)
         if worker.taken >= RECYCLE_ROLLOUTS:
             self._retire(worker, f"it has run {worker.taken} rollouts")
 
-    def _receive(self, worker: WorkerHandle) -> None:
-        try:
-            while worker.connection.poll():
-                match worker.connection.recv():
-                    case ("done", rollout, error):
-                        if job := worker.jobs.pop(rollout, None):
-                            self._end(job, None if error is None else f"subprocess exited with code 1: {error}")
-                    case ("pong", peak):
-                        worker.heard = time.monotonic()
-                        if peak > RECYCLE_BYTES and not worker.retiring:
-                            self._retire(worker, f"its memory reached {peak / 1e6:.0f} MB")
-        except (EOFError, OSError):
+    async def _serve(self, worker: WorkerHandle) -> None:
+        """Read what a worker says until it is gone."""
+        reader, worker.writer = await asyncio.open_connection(sock=worker.line)
+        worker.writer.writelines(worker.waiting)
+        worker.waiting.clear()
+        with contextlib.suppress(EOFError):
+            while True:
+                self._handle(worker, await dispatch_worker.unpack(reader))
+        worker.writer.close()
+        if worker in self._workers:
             self._lost(worker)
-            return
+
+    def _handle(self, worker: WorkerHandle, message: tuple[Any, ...]) -> None:
+        match message:
+            case ("done", rollout, error):
+                if job := worker.jobs.pop(rollout, None):
+                    self._end(job, None if error is None else f"subprocess exited with code 1: {error}")
+            case ("pong", peak):
+                worker.heard = time.monotonic()
+                if peak > RECYCLE_BYTES and not worker.retiring:
+                    self._retire(worker, f"its memory reached {peak / 1e6:.0f} MB")
         if worker.retiring and not worker.jobs:
             self._kill(worker)
 
@@ -171,8 +184,7 @@ class Pool:
         if now - worker.heard > DEAF_SECONDS:
             self._lost(worker, f"no answer for {DEAF_SECONDS:.0f} s: an agent blocks its event loop")
             return
-        with contextlib.suppress(OSError):
-            worker.connection.send(("ping",))
+        worker.send("ping")
 
     def _retire(self, worker: WorkerHandle, why: str) -> None:
         log.info("worker %d is recycled: %s", worker.process.pid, why)
@@ -182,13 +194,12 @@ class Pool:
             self._kill(worker)
 
     def _kill(self, worker: WorkerHandle) -> None:
-        with contextlib.suppress(ValueError, OSError):
-            asyncio.get_running_loop().remove_reader(worker.connection.fileno())
         if worker in self._workers:
             self._workers.remove(worker)
         worker.process.kill()
         worker.process.join(5)
-        worker.connection.close()
+        if worker.writer is not None:  # its reader then ends
+            worker.writer.close()
 
     def _lost(self, worker: WorkerHandle, why: str | None = None) -> None:
         """A worker crashed or was killed: each of its rollouts is tried once more, then FAILED."""

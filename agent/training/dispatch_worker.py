@@ -11,13 +11,15 @@ import contextlib
 import contextvars
 import importlib
 import inspect
+import json
 import os
 import resource
 import signal
+import socket
+import struct
 import sys
 import traceback
 from collections.abc import Iterator, MutableMapping
-from multiprocessing.connection import Connection
 from typing import Any
 
 import uvloop
@@ -110,33 +112,42 @@ def memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def pack(*message: Any) -> bytes:
+    """A message as a frame: its length in four bytes, then JSON."""
+    body = json.dumps(message).encode()
+    return struct.pack("!I", len(body)) + body
+
+
+async def unpack(reader: asyncio.StreamReader) -> tuple[Any, ...]:
+    """The next message; ``EOFError`` when the other side is gone."""
+    try:
+        (size,) = struct.unpack("!I", await reader.readexactly(4))
+        return tuple(json.loads(await reader.readexactly(size)))
+    except (asyncio.IncompleteReadError, OSError):
+        raise EOFError from None
+
+
 class Worker:
     """The loop behind one connection to the controller.
 
-    Receives ``("run", id, class path, environment)``, ``("cancel", id)``, ``("ping",)``, ``("stop",)``; sends
-    ``("done", id, error or None)`` and ``("pong", peak bytes)``.
+    Receives ``("run", id, class path, environment)``, ``("cancel", id)``, ``("ping",)``; sends
+    ``("done", id, error or None)`` and ``("pong", peak bytes)``. It ends when the controller is gone.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._stop = asyncio.Event()
 
     async def main(self) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=self._line)
         async with pooled_http.client(pooled_http.GATEWAY_IDLE_SECONDS, timeout=300.0) as client:
             chat.share_client(client)
-            asyncio.get_running_loop().add_reader(self._connection.fileno(), self._receive)
-            await self._stop.wait()
-            for task in self._tasks.values():
+            with contextlib.suppress(EOFError):
+                while True:
+                    self._handle(await unpack(reader))
+            for task in self._tasks.values():  # nobody waits for these rollouts any more
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-
-    def _receive(self) -> None:
-        try:
-            while self._connection.poll():
-                self._handle(self._connection.recv())
-        except (EOFError, OSError):  # the controller is gone: nobody waits for these rollouts any more
-            self._stop.set()
 
     def _handle(self, message: tuple[Any, ...]) -> None:
         match message:
@@ -147,13 +158,7 @@ class Worker:
                 if task := self._tasks.get(rollout):
                     task.cancel()
             case ("ping",):
-                self._send("pong", memory())
-            case ("stop",):
-                self._stop.set()
-
-    def _send(self, *message: Any) -> None:
-        with contextlib.suppress(OSError):
-            self._connection.send(message)
+                self._writer.write(pack("pong", memory()))
 
     async def _run(self, rollout: str, path: str, environ: dict[str, str]) -> None:
         _rollout.set(rollout)
@@ -168,7 +173,7 @@ class Worker:
             error = f"{type(problem).__name__}: {problem}"[:1000]
         finally:
             self._tasks.pop(rollout, None)
-            self._send("done", rollout, error)
+            self._writer.write(pack("done", rollout, error))
 
 
 def _begin() -> None:
@@ -177,14 +182,14 @@ def _begin() -> None:
     sys.stdout = sys.stderr = TaggedOutput(1)  # type: ignore[assignment]
 
 
-def worker_main(connection: Connection) -> None:
+def worker_main(line: socket.socket) -> None:
     """Entry point of a worker process."""
     _begin()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # meant for the controller, which ends its workers itself
     os.environ = TaskEnviron(os.environ)  # type: ignore[assignment]  # noqa: B003 - it is wrapped, not cleared
 
     async def main() -> None:
-        await Worker(connection).main()
+        await Worker(line).main()
 
     uvloop.run(main())
 

@@ -146,6 +146,15 @@ def test_rollouts_run_side_by_side_each_with_its_own_environment(rig):
 
 
 @needs_gateway
+def test_rows_far_larger_than_a_sockets_buffer_arrive_whole(rig):
+    rig.start_controller()
+    rollouts = rig.enqueue("Good", [{"id": str(i), "picture": "x" * 3_000_000} for i in range(8)])
+    assert {one["last_attempt_id"] for one in rig.wait(rollouts)} == {"0"}
+    assert [rig.reward(one) for one in rollouts] == [float(i) for i in range(8)]
+    assert "is lost" not in rig.log()
+
+
+@needs_gateway
 def test_a_new_rollout_starts_at_once(rig):
     rig.start_controller()
     rig.wait(rig.enqueue("Good", [{"id": "1"}]))

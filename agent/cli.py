@@ -10,7 +10,7 @@ from importlib import import_module
 
 import typer
 
-from agent.errors import InputError, RunFailed, one_line
+from agent.errors import InputError, RunFailed, one_line, page
 
 app = typer.Typer(
     name="mmqa",
@@ -37,6 +37,10 @@ def main() -> None:
     except (InputError, RunFailed) as error:
         typer.echo(f"error: {one_line(error)}", err=True)
         sys.exit(error.exit_code)
+    except SystemExit as end:
+        if end.code == InputError.exit_code and sys.argv[1:]:  # typer has said what is wrong with the command line
+            typer.echo(f"  -> {page('input-refused')}", err=True)
+        raise
 
 
 if __name__ == "__main__":

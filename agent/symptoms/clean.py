@@ -11,7 +11,7 @@ import re
 ANYWHERE = r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r"
 
 # Removed at the start, again and again: Ray's "(Actor pid=1, ip=10.0.0.1)", vLLM's "(EngineCore_DP0 pid=2)", times,
-# level and place as vLLM, Python's logging, hydra and uvicorn write them.
+# level and place as vLLM, Python's logging, hydra and uvicorn write them, and this package's "[rollout 7c1d]".
 PREFIXES = (
     r"^[ ]*\([^()]*pid=[0-9]+[^()]*\)[ ]?",
     r"^\[?[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9:.,]+Z?(?:[+-][0-9:]+)?\]?[ :]*",
@@ -19,6 +19,7 @@ PREFIXES = (
     r"(?:\[[A-Za-z0-9_./-]+:[0-9]+\][ ]?)?",
     r"^\[[A-Za-z0-9_.]+\]\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\] - ",
     r"^\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL|debug|info|warning|error|critical) *\][ :-]*",
+    r"^\[rollout [0-9A-Za-z_-]+\][ ]?",
 )
 # Removed at the end: Ray says once that a line came again.
 SUFFIX = r" ?\[repeated [0-9]+x across cluster\].*$"
@@ -26,7 +27,7 @@ SUFFIX = r" ?\[repeated [0-9]+x across cluster\].*$"
 _ANYWHERE = re.compile(ANYWHERE)
 _PREFIXES = tuple(re.compile(prefix) for prefix in PREFIXES)
 _SUFFIX = re.compile(SUFFIX)
-_WRITER = re.compile(r"\([^()]*pid=[0-9]+[^()]*\)")
+_WRITER = re.compile(r"\([^()]*pid=[0-9]+[^()]*\)|\[rollout [0-9A-Za-z_-]+\]")
 _TIME = re.compile(r"(?:([0-9]{4})-)?([0-9]{2})-([0-9]{2})[T ]([0-9]{2}):([0-9]{2}):([0-9]{2})")
 
 
@@ -43,7 +44,7 @@ def clean(raw: str) -> str:
 
 
 def writer(raw: str) -> str:
-    """The process prefixes of a line ("(Worker pid=7)"); lines of one traceback share them."""
+    """Who wrote a line ("(Worker pid=7)", "[rollout 7c1d]"); lines of one traceback share it."""
     return "".join(_WRITER.findall(raw[:300]))
 
 

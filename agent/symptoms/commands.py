@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 from typing import Annotated
 
 import typer
@@ -13,7 +14,7 @@ from agent.errors import InputError, page
 from agent.symptoms.diagnose import CAUSE, CONSEQUENCE, NOTE, Diagnosis, Found, as_json, causes_for
 from agent.symptoms.diagnose import diagnose as run_diagnose
 from agent.symptoms.doctor_command import register as register_doctor
-from agent.symptoms.entry import GROUPS, Cause, Entry, load
+from agent.symptoms.entry import GOING_ON, GROUPS, Cause, Entry, load
 
 
 def register(app: typer.Typer) -> None:
@@ -44,11 +45,7 @@ def explain(
     entries = load()
     entry = entries.get(slug.strip().strip("/").removeprefix("s/"))
     if entry is None:
-        near = difflib.get_close_matches(slug.lower().replace("_", "-"), entries, n=3, cutoff=0.5)
-        near = (
-            near
-            or [one for one in entries if any(word in one for word in slug.lower().split("-") if len(word) > 3)][:3]
-        )
+        near = near_slugs(slug)
         hint = f"did you mean {' or '.join(near)}?" if near else "mmqa diagnose LOG finds the name for a log"
         raise InputError(f"no symptom is called {slug!r}; {hint}")
     if as_json_:
@@ -56,6 +53,22 @@ def explain(
         return
     for line in page_lines(entry):
         typer.echo(line)
+
+
+def near_slugs(asked: str) -> list[str]:
+    """At most three slugs for what was asked: a line of a log, a misspelt slug, words of a title, or a part of a slug."""
+    entries, low = load(), asked.lower().strip()
+    dashed = low.replace("_", "-").replace(" ", "-")
+    words = [word for word in re.split(r"[^a-z0-9]+", low) if len(word) > 2]
+    texts = {entry.slug: " ".join((entry.slug, entry.title, *entry.aliases)).lower() for entry in entries.values()}
+    stages = (
+        [entry.slug for entry in entries.values() if any(one.matches(asked) for one in entry.signatures)],
+        difflib.get_close_matches(dashed, entries, n=1, cutoff=0.75),
+        [slug for slug, text in texts.items() if words and all(word in text for word in words)],
+        difflib.get_close_matches(dashed, entries, n=3, cutoff=0.5),
+        [slug for slug in entries if any(word in slug for word in words if len(word) > 3)],
+    )
+    return next((list(stage[:3]) for stage in stages if stage), [])
 
 
 def _bold(text: str) -> str:
@@ -92,9 +105,13 @@ def render(result: Diagnosis) -> list[str]:
     if first:
         colour = "yellow" if first.entry.severity in ("silent", "slow") else "red"
         lines += [typer.style("First cause: ", fg=colour, bold=True) + _bold(first.entry.title)]
-        lines += [f"  {_place(first)}", f"    {first.text[:300]}", "", _bold("What to do")]
-        lines += [*fix_lines(causes_for(first.entry, result.versions)), ""]
+        lines += [f"  {_place(first)}", f"    {first.text[:300]}"]
+        if first.attempt < result.attempt:
+            lines.append(f"  This was attempt {first.attempt}; nothing known is wrong in attempt {result.attempt}.")
+        lines += ["", _bold("What to do"), *fix_lines(causes_for(first.entry, result.versions)), ""]
         lines.append(f"  lost: {first.entry.lost}")
+        if result.run and first.entry.resume_safe and first.attempt == result.attempt:
+            lines.append(f"  then: mmqa train --run-dir {result.run} --resume auto  (changed settings as key=value)")
         lines.append(f"  page: {page(first.entry.slug)}")
     else:
         lines += _nothing(result)
@@ -108,6 +125,7 @@ def render(result: Diagnosis) -> list[str]:
         if members:
             lines += ["", _bold(heading)]
             lines += [f"  {one.entry.slug}: {one.entry.title}\n    {_place(one)}: {one.text[:120]}" for one in members]
+            lines += [f"    {page(members[0].entry.slug)}"] if members[0].role == CONSEQUENCE and not first else []
     if result.versions:
         shown = {name: result.versions[name] for name in sorted(result.versions) if name in _SHOWN}
         lines += ["", "versions: " + ", ".join(f"{name} {version}" for name, version in shown.items())]
@@ -126,12 +144,15 @@ def _nothing(result: Diagnosis) -> list[str]:
         ]
         lines.append("  the log from its beginning: the cause stands before the first of the lines below.")
     else:
-        lines = [_bold(f"No known fault in {result.lines:,} lines.")]
-    if result.traceback:
-        lines += [f"  The first traceback ({result.traceback_at}) ends with:", f"    {result.traceback}"]
+        lines = [_bold(f"No known fault in {result.lines:,} line{'' if result.lines == 1 else 's'}.")]
+    for one in result.traces:
+        lines += [f"  The first traceback ({one.at}) ends with:", f"    {one.text}"]
+    if result.search:
         lines += ["  To search for it elsewhere:", f"    {result.search}"]
     elif not consequences:
         lines.append("  No traceback either.")
+    if result.traces or result.failed:
+        lines.append(f"  page: {page('unknown-failure')}")
     return lines
 
 
@@ -149,9 +170,10 @@ def page_lines(entry: Entry) -> list[str]:
         lines += ["", _bold(heading), text]
         if heading == "Fix now":
             lines += ["", *fix_lines(list(entry.causes), indent="  ")]
-    lines += ["", _bold("Lost"), entry.lost]
+    lines += ["", _bold("Lost"), entry.lost, _bold("Safe to resume: ") + GOING_ON[entry.resume_safe].replace("`", "")]
     if entry.tell_apart:
         lines += ["", _bold("Not to be confused with")]
         lines += [f"  {slug}: {how}" for slug, how in entry.tell_apart.items()]
-    lines += ["", _bold("Sources"), *(f"  {source}" for source in entry.sources)]
+    if entry.sources:
+        lines += ["", _bold("Sources"), *(f"  {source}" for source in entry.sources)]
     return [*lines, "", f"docs: /s/{entry.slug}/"]

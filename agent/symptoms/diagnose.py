@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from agent.symptoms.entry import Cause, Entry, load
-from agent.symptoms.logs import Source, open_log, sources_of
+from agent.symptoms.logs import SAMPLES, Source, open_log, sources_of
 from agent.symptoms.match import Match, Scan, scan
 from agent.symptoms.silent import Sign, look
 
 CAUSE, CONSEQUENCE, NOTE = "cause", "consequence", "note"
+LOST = {"agent-exits-nonzero", "zero-training-rows"}  # too many rollouts failed, or no row was left
 
 
 @dataclass
@@ -31,18 +32,47 @@ class Found:
     silent: bool = False
 
 
+@dataclass(frozen=True)
+class Trace:
+    """The first traceback of one log: its last line, and where it begins."""
+
+    text: str
+    at: str
+    attempt: int = 0
+
+
 @dataclass
 class Diagnosis:
-    """Everything that was found, in the order in which it happened, and the first real cause (or ``None``)."""
+    """Everything that was found, in the order in which it happened, and the first real cause (or ``None``).
+
+    ``attempt`` is the one that counts: the one that failed, else the newest (0 outside a run). ``traces`` are its
+    tracebacks, one for each log that has one, the trainer's last.
+    """
 
     found: list[Found]
     first: Found | None
     versions: dict[str, str] = field(default_factory=dict)
     lines: int = 0
     size: int = 0
-    traceback: str | None = None
-    traceback_at: str | None = None
+    traces: list[Trace] = field(default_factory=list)
     state: dict[str, Any] | None = None
+    run: Path | None = None
+    attempt: int = 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether this is a run that says of itself that it failed."""
+        return (self.state or {}).get("state") == "failed"
+
+    @property
+    def traceback(self) -> str | None:
+        """The last line of the traceback that matters most: the trainer's, if there is one."""
+        return self.traces[-1].text if self.traces else None
+
+    @property
+    def traceback_at(self) -> str | None:
+        """The file and line at which that traceback begins."""
+        return self.traces[-1].at if self.traces else None
 
     @property
     def search(self) -> str | None:
@@ -78,24 +108,23 @@ def merge(result: Scan, source: Source) -> list[Found]:
 def in_order(found: list[Found]) -> list[Found]:
     """By attempt, then by time if every log line of the attempt has one, else by file; lines of a file stay in order.
 
-    Signs without a line of a log come last in their attempt: a crash explains missing figures, not the reverse.
+    What has no line in a log comes last in its attempt (a crash explains missing figures, not the reverse), and before
+    that the rollouts' own errors, which have no time.
     """
     ordered: list[Found] = []
     for attempt in sorted({one.attempt for one in found}):
         here = [one for one in found if one.attempt == attempt]
-        logged = [one for one in here if not one.silent]
+        logged = [one for one in here if one.line and not one.silent and one.file != SAMPLES]
+        rest = [one for one in here if one not in logged]
         if len({one.file for one in logged}) > 1 and all(one.time for one in logged):
             logged.sort(key=lambda one: one.time or "")
-        ordered += logged + [one for one in here if one.silent]
+        ordered += logged + sorted(rest, key=lambda one: one.silent or not one.line)
     return ordered
 
 
-def first_cause(found: list[Found], failed: bool = False) -> Found | None:
-    """The earliest cause of the newest attempt that has one. What only costs time gives way to anything else.
-
-    What is seen in figures and settings alone does not explain why a run stopped (``failed``).
-    """
-    causes = [one for one in found if one.role == CAUSE and not (failed and one.silent)]
+def first_cause(found: list[Found]) -> Found | None:
+    """The earliest cause of the newest attempt that has one. What only costs time gives way to anything else."""
+    causes = [one for one in found if one.role == CAUSE]
     for slow in (False, True):
         ranked = [one for one in causes if (one.entry.severity == "slow") == slow]
         if ranked:
@@ -104,12 +133,26 @@ def first_cause(found: list[Found], failed: bool = False) -> Found | None:
     return None
 
 
+def stopping_cause(found: list[Found], attempt: int, said: set[str]) -> Found | None:
+    """The earliest cause in ``attempt`` that explains why the run stopped there; ``said``: slugs in its own reason.
+
+    Figures and settings do not stop a run. What costs a rollout or a row does so only if too many were lost, and then
+    the run says that.
+    """
+    here = [one for one in found if one.attempt == attempt and one.role == CAUSE and not one.silent]
+    hard = [one for one in here if one.entry.stops_a_run or one.entry.slug in said]
+    if not hard and said & LOST:
+        hard = [one for one in here if one.entry.severity != "slow"]
+    return hard[0] if hard else None
+
+
 def diagnose(target: str) -> Diagnosis:
     """Diagnose a log, ``-`` or a run directory. Raises ``InputError`` for what cannot be read."""
     entries = load()
     sources, run = sources_of(target)
     found: list[Found] = []
-    out = Diagnosis([], None, versions=_versions(run))
+    traces: list[Trace] = []
+    out = Diagnosis([], None, versions=_versions(run), run=run)
     for source in sources:
         with open_log(source) as stream:
             result = scan(stream, entries)
@@ -118,14 +161,20 @@ def diagnose(target: str) -> Diagnosis:
         out.size += result.size
         for name, version in result.versions.items():
             out.versions.setdefault(name, version)
-        if result.traceback and (out.traceback is None or source.attempt):
-            out.traceback, out.traceback_at = result.traceback, f"{source.name}:{result.traceback_line}"
+        if result.traceback:
+            traces.append(Trace(result.traceback, f"{source.name}:{result.traceback_line}", source.attempt))
+    out.attempt = max((one.attempt for one in sources), default=1 if run else 0)
+    said: set[str] = set()
     if run:
-        found += _silent(run, out.versions, entries, max((one.attempt for one in sources), default=1))
         out.state = _json(run / "status.json")
-        _settle(found, out.state, entries, run)
+        if out.failed and isinstance(out.state.get("attempt"), int):
+            out.attempt = out.state["attempt"]
+        found += _silent(run, out.versions, entries, out.attempt)
+        said = _settle(found, out.state, out.attempt, entries, run)
     out.found = in_order(found)
-    out.first = first_cause(out.found, failed=(out.state or {}).get("state") == "failed")
+    out.first = stopping_cause(out.found, out.attempt, said) if out.failed else first_cause(out.found)
+    shown = out.attempt if out.failed else max((one.attempt for one in traces), default=0)
+    out.traces = [one for one in traces if one.attempt == shown]
     return out
 
 
@@ -142,17 +191,26 @@ def _silent_role(sign: Sign) -> str:
     return CAUSE if sign.file != "config.yaml" or load()[sign.slug].group == "learn" else NOTE
 
 
-def _settle(found: list[Found], state: dict[str, Any], entries: dict[str, Entry], run: Path) -> None:
-    """What only the whole run can tell: a fresh start in a later attempt, and the symptom the run itself named."""
+def _settle(found: list[Found], state: dict[str, Any], attempt: int, entries: dict[str, Entry], run: Path) -> set[str]:
+    """What only the whole run can tell: a fresh start in a later attempt, and what the run itself says.
+
+    Returns the slugs that the run's own reason carries.
+    """
     for one in [one for one in found if one.entry.slug == "nothing-to-resume" and one.role == NOTE]:
         if one.attempt > 1 and (run / "metrics.jsonl").exists():
             one.role = CAUSE
         else:
             found.remove(one)  # a run's first attempt has nothing to go on from
-    named = state.get("symptom")
-    if state.get("state") == "failed" and named in entries and all(one.role != CAUSE or one.silent for one in found):
-        attempt = state.get("attempt") if isinstance(state.get("attempt"), int) else 1
-        found.append(Found(entries[named], CAUSE, 0, str(state.get("reason") or ""), "status.json", attempt or 1))
+    reason, named = str(state.get("reason") or ""), str(state.get("symptom") or "")
+    said = {slug for slug, entry in entries.items() if any(one.matches(reason) for one in entry.signatures)}
+    if state.get("state") != "failed":
+        said &= {"no-progress"}  # the run is, or was, waiting
+    elif named in entries:
+        said.add(named)
+    for slug in sorted(said - {one.entry.slug for one in found if one.attempt == attempt and one.role != NOTE}):
+        role = CONSEQUENCE if entries[slug].consequence else CAUSE
+        found.append(Found(entries[slug], role, 0, reason, "status.json", attempt))
+    return said
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -217,6 +275,7 @@ def as_json(result: Diagnosis, target: str) -> dict[str, Any]:
         "bytes": result.size,
         "traceback": result.traceback,
         "traceback_at": result.traceback_at,
+        "tracebacks": [{"text": one.text, "at": one.at} for one in result.traces],
         "search": result.search,
         "state": result.state,
     }

@@ -67,6 +67,7 @@ def look_at_machine(
     return Machine(
         disk_free=shutil.disk_usage(folder).free,
         checkpoint_dir=str(folder),
+        checkpoint_bytes=_size(folder),
         shm_total=shm.total if shm else None,
         shm_free=shm.free if shm else None,
         memory_total=_memory_total(),
@@ -85,6 +86,14 @@ def _checkpoint_dir(settings: Settings, run_dir: Path | None) -> Path:
     wanted = run_dir or Path(str(settings.explicit("trainer.default_local_dir") or "runs"))
     wanted = wanted.expanduser().absolute()
     return next(folder for folder in (wanted, *wanted.parents) if folder.is_dir())
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the checkpoints in a folder that a run saves to, or in a run directory."""
+    with contextlib.suppress(OSError):
+        steps = [*folder.glob("global_step_*/actor/*.pt"), *folder.glob("checkpoints/global_step_*/actor/*.pt")]
+        return sum(file.stat().st_size for file in steps)
+    return 0
 
 
 def _memory_total() -> int | None:

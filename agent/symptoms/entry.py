@@ -28,6 +28,12 @@ GROUPS = {
     "slow": "Slow",
     "resume": "Resume and export",
 }
+# By ``resume_safe``; backticks are code.
+GOING_ON = {
+    True: "yes, `mmqa train --run-dir RUN --resume auto`, with changed settings behind it as `key=value`.",
+    False: "no, the weights were trained wrongly; `--resume STEP` goes on from a checkpoint made before, if there is one.",
+    None: "depends on the cause.",
+}
 LOGS = ("trainer", "gateway", "controller", "install", "terminal")
 ROLES = ("cause", "note")
 SECTIONS = ("What you see", "Fix now", "Check that it is gone", "Why", "If that did not help")
@@ -119,7 +125,10 @@ class Cause:
 
 @dataclass(frozen=True)
 class Entry:
-    """One symptom of the catalogue. ``group`` is what a person sees (``GROUPS``), ``severity`` what it does."""
+    """One symptom of the catalogue. ``group`` is what a person sees (``GROUPS``), ``severity`` what it does.
+
+    ``consequence``: something else came before it. ``one_rollout``: it ends a rollout, and the run goes on.
+    """
 
     slug: str
     title: str
@@ -128,6 +137,7 @@ class Entry:
     component: str
     phase: str
     consequence: bool
+    one_rollout: bool
     signatures: tuple[Signature, ...]
     observable: str | None
     causes: tuple[Cause, ...]
@@ -139,6 +149,11 @@ class Entry:
     tell_apart: dict[str, str]
     samples: tuple[str, ...]
     body: str = field(repr=False)
+
+    @property
+    def stops_a_run(self) -> bool:
+        """Whether it ends a run, or keeps it waiting, by itself."""
+        return self.severity in ("crash", "hang") and not self.one_rollout
 
     def sections(self) -> dict[str, str]:
         """The body's sections by heading, in order."""
@@ -224,6 +239,7 @@ def parse(text: str, name: str) -> Entry:
             component=data["component"],
             phase=_one_of(data["phase"], PHASES, "phase"),
             consequence=bool(data.get("consequence", False)),
+            one_rollout=bool(data.get("one_rollout", False)),
             signatures=tuple(_signature(item) for item in data.get("signatures") or ()),
             observable=data.get("observable"),
             causes=tuple(_cause(item) for item in data["causes"]),

@@ -85,6 +85,7 @@ class Machine:
 
     disk_free: int | None = None
     checkpoint_dir: str = ""
+    checkpoint_bytes: int = 0  # of checkpoints that are there already
     shm_total: int | None = None
     shm_free: int | None = None
     memory_total: int | None = None

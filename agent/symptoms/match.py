@@ -19,6 +19,7 @@ WINDOW = 4096  # bytes of a very long line kept on each side of a literal
 TRACE_LINES = 400
 
 _TRACE = b"Traceback (most recent call last)"
+_IN_TRACE = (" ", "\t", "Traceback", "\u2502", "\u256d", "\u2570")  # the last three: the box that rich draws around one
 # Places where a log names a version: what stands before it, and the distribution.
 _VERSION_LITERALS = {
     b"LLM engine (v": "vllm",
@@ -147,7 +148,7 @@ class _Trace:
                 continue
             self._left -= 1
             line = clean(raw)
-            if line and not line.startswith((" ", "\t")) and not line.startswith("Traceback"):
+            if line and not line.startswith(_IN_TRACE):
                 self.last = line[:500]
                 return True
             if self._left <= 0:

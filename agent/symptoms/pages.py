@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.symptoms.clean import ANYWHERE, PREFIXES, SUFFIX
-from agent.symptoms.entry import GROUPS, Cause, Entry, Signature, load
+from agent.symptoms.entry import GOING_ON, GROUPS, Cause, Entry, Signature, load
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -101,8 +101,8 @@ def page_text(entry: Entry) -> str:
             lines += _signs(entry)
         if heading == "Fix now":
             lines += [line for cause in entry.causes for line in cause_lines(cause)]
-    resume = {True: "yes", False: "no, the weights were trained wrongly", None: "does not apply"}[entry.resume_safe]
-    lines += ["## What is lost", "", f"{_plain(entry.lost)} Safe to resume: {resume}.", ""]
+    lines += ["## What is lost", "", _plain(entry.lost), ""]
+    lines += [f"Safe to [resume](../howto/resuming.md): {GOING_ON[entry.resume_safe]}", ""]
     if entry.tell_apart:
         lines += ["## Not to be confused with", ""]
         lines += [f"- [{slug}]({slug}.md): {_plain(how)}" for slug, how in entry.tell_apart.items()]
@@ -111,7 +111,8 @@ def page_text(entry: Entry) -> str:
         lines += ["## Settings named here", "", ", ".join(_code(key) for key in entry.config_keys), ""]
     if entry.aliases:
         lines += ["## Also searched as", "", "; ".join(_plain(alias) for alias in entry.aliases), ""]
-    lines += ["## Sources", "", *(f"- <{source}>" for source in entry.sources)]
+    if entry.sources:
+        lines += ["## Sources", "", *(f"- <{source}>" for source in entry.sources)]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -87,14 +87,15 @@ def shared_memory_note(attempt: Path) -> Path:
     return attempt / "shared-memory"
 
 
-def mapped_shared_memory(pid: int) -> set[str]:
-    """Names in /dev/shm that a process has mapped."""
+def shared_memory_of(pid: int) -> set[str]:
+    """Names in /dev/shm that a process has mapped, or that carry its process id (semaphores that it has closed)."""
+    named = {path.name for path in SHARED_MEMORY.glob(f"*-{pid}-*")}
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:
-        return set()
+        return named
     paths = {line.split(maxsplit=5)[-1].removesuffix(" (deleted)") for line in lines if f" {SHARED_MEMORY}/" in line}
-    return {Path(path).name for path in paths}
+    return named | {Path(path).name for path in paths}
 
 
 def remove_shared_memory(attempt: Path) -> None:
@@ -291,7 +292,7 @@ class Services:
 
     def note_shared_memory(self) -> None:
         """Write down which shared memory the attempt's processes hold (it outlives a process that is killed)."""
-        found = {name for process in self.leftovers() for name in mapped_shared_memory(process.pid)}
+        found = {name for process in self.leftovers() for name in shared_memory_of(process.pid)}
         if new := found - self._shared:
             self._shared |= new
             with shared_memory_note(self.folder).open("a") as file:

@@ -7,7 +7,7 @@ var Diagnose = (function () {
   const WINDOW = 4096; // characters of a very long line kept on each side of a literal
   const TRACE = "Traceback (most recent call last)";
   const TRACE_LINES = 400;
-  const WRITER = /\([^()]*pid=[0-9]+[^()]*\)/g;
+  const WRITER = /\([^()]*pid=[0-9]+[^()]*\)|\[rollout [0-9A-Za-z_-]+\]/g;
   const TIME = /(?:([0-9]{4})-)?([0-9]{2})-([0-9]{2})[T ]([0-9]{2}):([0-9]{2}):([0-9]{2})/;
 
   // Places where a log names a version.
@@ -24,9 +24,9 @@ var Diagnose = (function () {
 
   function role(match) {
     const { entry, signature } = match;
-    if (entry.consequence) return "consequence";
     const tooFew = signature.min_count < 2 || match.count < signature.min_count;
-    return entry.severity === "noise" || (signature.role === "note" && tooFew) ? "note" : "cause";
+    if (entry.severity === "noise" || (signature.role === "note" && tooFew)) return "note";
+    return entry.consequence ? "consequence" : "cause";
   }
 
   // One item for each symptom of a log: its first line of the weightiest role.
@@ -35,7 +35,7 @@ var Diagnose = (function () {
     for (const match of scan.matches) {
       const known = found.get(match.entry.slug);
       const one = { ...match, role: role(match) };
-      if (!known || (known.role === "note" && one.role === "cause")) {
+      if (!known || (known.role === "note" && one.role !== "note")) {
         one.count += known ? known.count : 0;
         found.set(match.entry.slug, one);
       } else known.count += match.count;
@@ -206,7 +206,7 @@ var Diagnose = (function () {
       if (writer(raw) !== trace.writer) return;
       trace.left -= 1;
       const line = this.catalogue.clean(raw);
-      if (line && !/^[ \t]/.test(line) && !line.startsWith("Traceback")) {
+      if (line && !/^(?:[ \t\u2502\u256d\u2570]|Traceback)/.test(line)) {
         this.traceback = trace.last = line.slice(0, 500);
         trace.over = true;
       } else if (trace.left <= 0) trace.over = true;
@@ -217,11 +217,24 @@ var Diagnose = (function () {
     }
   }
 
+  // As encoding_of in agent/symptoms/logs.py. Throws for what is no text.
+  function encoding(head, name) {
+    if (head[0] === 0xff && head[1] === 0xfe) return "utf-16le";
+    if (head[0] === 0xfe && head[1] === 0xff) return "utf-16be";
+    const packed = [[0x1f, 0x8b], [0x42, 0x5a, 0x68], [0xfd, 0x37, 0x7a, 0x58, 0x5a], [0x28, 0xb5, 0x2f, 0xfd]];
+    if (packed.some((magic) => magic.every((byte, index) => head[index] === byte))) {
+      throw new Error(name + ": this file is compressed; unpack it first");
+    }
+    const even = head.filter((byte, index) => byte === 0 && index % 2 === 0).length;
+    const odd = head.filter((byte, index) => byte === 0 && index % 2 === 1).length;
+    if (even + odd > head.length * 0.3) return odd > even ? "utf-16le" : "utf-16be";
+    const control = (byte) => (byte > 0 && byte < 8) || (byte > 13 && byte < 27) || (byte > 27 && byte < 32) || byte === 127;
+    if (even + odd + head.filter(control).length > head.length * 0.02) throw new Error(name + ": not a text file");
+    return "utf-8";
+  }
+
   async function scanFile(catalogue, file, progress) {
-    const head = new Uint8Array(await file.slice(0, 4096).arrayBuffer());
-    const wide = (head[0] === 0xff && head[1] === 0xfe) || (head[0] === 0xfe && head[1] === 0xff);
-    if (!wide && head.includes(0)) throw new Error(file.name + ": not a text file");
-    const decoder = new TextDecoder(wide ? (head[0] === 0xff ? "utf-16le" : "utf-16be") : "utf-8");
+    const decoder = new TextDecoder(encoding(new Uint8Array(await file.slice(0, 65536).arrayBuffer()), file.name));
     const scan = new Scan(catalogue, file.name);
     for (let at = 0; at < file.size; at += SLICE) {
       scan.feed(decoder.decode(await file.slice(at, at + SLICE).arrayBuffer(), { stream: true }));

@@ -57,7 +57,7 @@
     } else {
       const card = element("div", { className: "verdict clean" });
       card.append(element("h2", {}, verdict.consequences.length ? "Only consequences: the cause is not in this text"
-        : "No known fault in " + lines.toLocaleString("en") + " lines"));
+        : "No known fault in " + lines.toLocaleString("en") + (lines === 1 ? " line" : " lines")));
       if (verdict.consequences.length) {
         card.append(element("p", {}, "It stands before the first of the lines below: give the log from its beginning, " +
           "or all logs of the run together."));

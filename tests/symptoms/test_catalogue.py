@@ -14,6 +14,7 @@ from agent.symptoms.clean import clean
 from agent.symptoms.diagnose import diagnose
 from agent.symptoms.entry import CATALOGUE, GROUPS, SAMPLES, parse
 from agent.symptoms.wheels import Text, in_installed, in_system, installed, texts
+from agent.training.config import MMQA_DEFAULTS
 
 ENTRIES = load()
 SLUGS = Path(__file__).parent / "slugs.txt"
@@ -43,11 +44,12 @@ def test_an_entry_helps(entry: Entry) -> None:
         assert linked in ENTRIES
     assert all(len(text) > 15 for text in entry.sections().values())
     assert len(entry.body.splitlines()) < 60, "the body fits one screen"
-    assert entry.aliases and entry.sources and entry.lost
+    assert entry.aliases and entry.lost
+    assert entry.sources or entry.component == "this package"
     assert all(source.startswith("https://") for source in entry.sources)
     assert not re.search(r"restart from the (?:latest|last) checkpoint", entry.body, re.IGNORECASE)
-    if "goes on from the newest" in " ".join(entry.body.split()):
-        assert re.search(r"or\s+from\s+step\s+0\s+if\s+there\s+is\s+none|else from step 0", entry.body)
+    if "the newest whole" in (text := " ".join(entry.body.split())):
+        assert "if there is none" in text, "what the command does without a checkpoint"
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=lambda entry: entry.slug)
@@ -155,7 +157,7 @@ def test_every_setting_that_an_entry_names_exists() -> None:
     for file in ("verl/config.yaml", "config/controller.yaml", "config/server.yaml"):
         known |= _flat(yaml.safe_load(read(agl, f"agentlightning/{file}")))
     rollout = re.findall(r"^    (\w+): ", read(verl, "verl/workers/config/rollout.py"), flags=re.MULTILINE)
-    known |= {f"actor_rollout_ref.rollout.{name}" for name in rollout}
+    known |= {f"actor_rollout_ref.rollout.{name}" for name in rollout} | _flat({"mmqa": MMQA_DEFAULTS})
     free = ("actor_rollout_ref.model.override_config.",)  # handed on to transformers as it is
     arguments = set(re.findall(r"^    (\w+): ", read(engine, "vllm/engine/arg_utils.py"), flags=re.MULTILINE))
     arguments |= set(re.findall(r'"--([\w-]+)"', read(engine, "vllm/entrypoints/openai/cli_args.py")))

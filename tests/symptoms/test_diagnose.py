@@ -82,8 +82,8 @@ def test_the_version_in_the_log_chooses_the_cause() -> None:
     entry = ENTRIES["mm-cache-desync"]
     assert [one.versions for one in causes_for(entry, {"vllm": "0.21.0"})] == [">=0.17.0,<0.22.0"]
     assert [one.versions for one in causes_for(entry, {"vllm": "0.28.0"})] == [">=0.28.0"]
-    assert len(causes_for(entry, {})) == len(entry.causes) == 2
-    assert len(causes_for(entry, {"vllm": "0.22.1"})) == 2, "ruled out by all: still show what is known"
+    assert len(causes_for(entry, {})) == len(entry.causes) == 3
+    assert len(causes_for(entry, {"vllm": "0.23.0"})) == 3, "ruled out by all: still show what is known"
 
 
 def test_a_clean_log_is_said_to_be_so(tmp_path: Path) -> None:
@@ -107,6 +107,16 @@ def test_the_search_text_keeps_the_words() -> None:
     line = "AssertionError: data size must be divisible by force_group_size * micro_batch_size_per_gpu"
     assert search_text(line) == line
     assert search_text("x" * 500) == "x" * 150
+
+
+def test_a_traceback_in_a_box_and_one_of_a_rollout(tmp_path: Path) -> None:
+    """As agl-controller prints them (rich), and as this package's controller does (the rollout before each line)."""
+    box = "╭──── Traceback (most recent call last) ────╮\n│ /a/b.py:3 in f │\n│   print(1) │\n╰────╯\nKeyError: 'x'\n"
+    assert found(write(tmp_path / "a.log", box))["traceback"] == "KeyError: 'x'"
+    lines = ["Traceback (most recent call last):", '  File "/a/b.py", line 3, in f', "KeyError: 'y'"]
+    mixed = [f"[rollout 7c1d] {line}\n[rollout 99aa] a line of another rollout\n" for line in lines]
+    answer = found(write(tmp_path / "b.log", "".join(mixed)))
+    assert (answer["traceback"], answer["traceback_at"][-2:]) == ("KeyError: 'y'", ":1")
 
 
 def test_standard_input() -> None:
@@ -214,8 +224,62 @@ def test_the_newest_attempt_that_broke_comes_first(tmp_path: Path) -> None:
     answer = found(str(root))
     assert answer["first"] == "mm-cache-desync"
     assert [one["attempt"] for one in answer["found"]] == [1, 2]
+    assert "This was attempt 2; nothing known is wrong in attempt 10." in run("diagnose", str(root)).stdout
     assert found(str(root / "attempts" / "2"))["first"] == "mm-cache-desync"
     assert found(str(root / "attempts" / "latest"))["first"] is None
+
+
+def test_in_a_failed_run_only_the_attempt_that_failed_counts(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "r", [row(1)], state="failed", attempt=2, reason="the trainer ended with code 1")
+    write(root / "attempts/1/trainer.log", FULL + "Traceback (most recent call last):\nKeyError: 'old'\n")
+    write(root / "attempts/2/controller.log", "Traceback (most recent call last):\nZeroDivisionError: x\n")
+    write(root / "attempts/2/trainer.log", "Traceback (most recent call last):\nKeyError: 'new'\n")
+    samples = [{"attempt": 1, "error": "HTTP 400: At most 1 image(s) may be provided in one prompt."}, {"attempt": 2}]
+    write(root / "samples.jsonl", "".join(json.dumps(one) + "\n" for one in samples))
+    answer = found(str(root))
+    assert answer["first"] is None and answer["traceback"] == "KeyError: 'new'"
+    assert [one["text"] for one in answer["tracebacks"]] == ["ZeroDivisionError: x", "KeyError: 'new'"]
+    assert [(one["slug"], one["attempt"]) for one in answer["found"]] == [("checkpoint-partial-or-disk-full", 1)]
+    shown = run("diagnose", str(root)).stdout
+    assert "/s/unknown-failure/" in shown and "Found as well" in shown
+    write(root / "attempts/2/trainer.log", DESYNC)
+    assert found(str(root))["first"] == "mm-cache-desync"
+    assert f"mmqa train --run-dir {root} --resume auto" in run("diagnose", str(root)).stdout
+
+
+def test_what_costs_a_rollout_does_not_stop_a_run(tmp_path: Path) -> None:
+    """Unless too many were lost, and then the run itself says so."""
+    late = "2026-11-29 10:00:00 local subprocess timed out\n"
+    reason = "the gateway ended by signal 9; its log is gateway.log"
+    root = make_run(tmp_path / "r", [row(1)], state="failed", reason=reason)
+    write(root / "attempts/1/controller.log", late)
+    refused = "POST failed (attempt {}/11): [Errno 111] Connection refused\n"
+    write(root / "attempts/1/trainer.log", "2026-11-29 10:05:00 x\n" + refused.format(1))
+    assert found(str(root))["first"] == "pkill-kills-other-runs"
+    write(root / "attempts/1/trainer.log", "step 1\n")
+    assert found(str(root))["first"] is None, "signal 9 is not explained by a rollout"
+    status = {"state": "failed", "attempt": 1, "reason": "TrainingStopped: step 2: 9 of 16 rollouts failed; the first one says: x"}
+    write(root / "status.json", json.dumps(status))
+    answer = found(str(root))
+    assert answer["first"] == "agent-timed-out"
+    assert [(one["slug"], one["role"]) for one in answer["found"]][-1] == ("agent-exits-nonzero", "consequence")
+
+
+def test_a_consequence_that_the_run_names_is_still_none(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "r", state="failed", symptom="vllm-engine-dead", reason="the engine is dead")
+    write(root / "attempts/1/trainer.log", "nothing\n")
+    answer = found(str(root))
+    assert answer["first"] is None and [one["role"] for one in answer["found"]] == ["consequence"]
+    assert "/s/vllm-engine-dead/" in run("diagnose", str(root)).stdout
+
+
+def test_a_run_that_waits_says_so_in_its_status(tmp_path: Path) -> None:
+    reason = "no progress for 5 min 00 s (step 2/40: rollouts 3/16); it waits for the engine's and the agents' answers"
+    root = make_run(tmp_path / "r", [row(1)], state="rollout", reason=reason)
+    write(root / "attempts/1/trainer.log", "step 1\n")
+    assert found(str(root))["first"] == "no-progress"
+    write(root / "attempts/1/trainer.log", DESYNC)
+    assert found(str(root))["first"] == "mm-cache-desync"
 
 
 def test_a_fresh_start_is_a_fault_only_where_something_was_there_to_go_on_from(tmp_path: Path) -> None:
@@ -324,6 +388,8 @@ def test_every_entry_is_explained_offline(slug: str) -> None:
         ("mm-cache-desnyc", "mm-cache-desync"),
         ("ENCODER_CACHE_MISS", "encoder-cache-miss"),
         ("wakeup", "vllm-wakeup-oom"),
+        ("CUDA out of memory", "torch-oom-actor-step"),
+        (FULL.strip(), "checkpoint-partial-or-disk-full"),
     ],
 )
 def test_a_slug_that_is_close_to_one_is_suggested(asked: str, hint: str) -> None:

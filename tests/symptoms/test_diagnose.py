@@ -258,8 +258,8 @@ def test_what_costs_a_rollout_does_not_stop_a_run(tmp_path: Path) -> None:
     assert found(str(root))["first"] == "pkill-kills-other-runs"
     write(root / "attempts/1/trainer.log", "step 1\n")
     assert found(str(root))["first"] is None, "signal 9 is not explained by a rollout"
-    status = {"state": "failed", "attempt": 1, "reason": "TrainingStopped: step 2: 9 of 16 rollouts failed; the first one says: x"}
-    write(root / "status.json", json.dumps(status))
+    reason = "TrainingStopped: step 2: 9 of 16 rollouts failed; the first one says: x"
+    write(root / "status.json", json.dumps({"state": "failed", "attempt": 1, "reason": reason}))
     answer = found(str(root))
     assert answer["first"] == "agent-timed-out"
     assert [(one["slug"], one["role"]) for one in answer["found"]][-1] == ("agent-exits-nonzero", "consequence")

@@ -115,17 +115,21 @@ def render(result: Diagnosis) -> list[str]:
         lines.append(f"  page: {page(first.entry.slug)}")
     else:
         lines += _nothing(result)
-    others = [one for one in result.found if one.role == CAUSE and one is not first]
+    now = [one for one in result.found if one is not first and (not first or one.attempt >= first.attempt)]
+    now = [one for one in now if one.attempt == result.attempt or not result.failed]
+    before = [one for one in result.found if one is not first and one not in now and one.role != NOTE]
+    known = {one.entry.slug for one in result.found if one.role != NOTE}
     groups = {
-        "What followed": [one for one in result.found if one.role == CONSEQUENCE],
-        "Found as well": others,
-        "Worth knowing": [one for one in result.found if one.role == NOTE],
+        "What followed": [one for one in now if one.role == CONSEQUENCE],
+        "Found as well": [one for one in now if one.role == CAUSE],
+        "Worth knowing": [one for one in now if one.role == NOTE and one.entry.slug not in known],
+        "In earlier attempts": before,
     }
     for heading, members in groups.items():
         if members:
             lines += ["", _bold(heading)]
             lines += [f"  {one.entry.slug}: {one.entry.title}\n    {_place(one)}: {one.text[:120]}" for one in members]
-            lines += [f"    {page(members[0].entry.slug)}"] if members[0].role == CONSEQUENCE and not first else []
+            lines += [f"    {page(members[0].entry.slug)}"] if heading == "What followed" and not first else []
     if result.versions:
         shown = {name: result.versions[name] for name in sorted(result.versions) if name in _SHOWN}
         lines += ["", "versions: " + ", ".join(f"{name} {version}" for name, version in shown.items())]
@@ -141,14 +145,15 @@ def follows(text: str) -> bool:
 
 
 def _nothing(result: Diagnosis) -> list[str]:
-    consequences = any(one.role == CONSEQUENCE for one in result.found)
+    consequences = any(one.role == CONSEQUENCE and one.attempt == result.attempt for one in result.found)
     if consequences and any(not follows(one.text) for one in result.traces):
         lines = [_bold("No known cause; what follows from one was found, and a traceback that may be it.")]
     elif consequences:
         lines = [_bold("Only consequences were found; the cause is not in this text.")]
         lines.append("  Give the whole run directory, or the log from its beginning: the cause stands before these.")
     else:
-        lines = [_bold(f"No known fault in {result.lines:,} line{'' if result.lines == 1 else 's'}.")]
+        where = f"attempt {result.attempt}" if result.failed else f"{result.lines:,} line" + "s" * (result.lines != 1)
+        lines = [_bold(f"No known fault in {where}.")]
     for one in result.traces:
         lines += [f"  The first traceback ({one.at}) ends with:", f"    {one.text}"]
     if result.search:

@@ -123,14 +123,17 @@ def in_order(found: list[Found]) -> list[Found]:
 
 
 def first_cause(found: list[Found]) -> Found | None:
-    """The earliest cause of the newest attempt that has one. What only costs time gives way to anything else."""
+    """The earliest cause of the newest attempt that has one.
+
+    What only costs time gives way to anything else, and what only ends a rollout to what stops a run.
+    """
     causes = [one for one in found if one.role == CAUSE]
-    for slow in (False, True):
-        ranked = [one for one in causes if (one.entry.severity == "slow") == slow]
-        if ranked:
-            newest = max(one.attempt for one in ranked)
-            return next(one for one in ranked if one.attempt == newest)
-    return None
+    causes = [one for one in causes if one.entry.severity != "slow"] or causes
+    newest = max((one.attempt for one in causes), default=0)
+    here = [one for one in causes if one.attempt == newest]
+    if any(one.entry.stops_a_run for one in here):
+        here = [one for one in here if not one.entry.one_rollout]
+    return here[0] if here else None
 
 
 def stopping_cause(found: list[Found], attempt: int, said: set[str]) -> Found | None:

@@ -141,6 +141,7 @@ def catalogue_json() -> str:
             "severity": entry.severity,
             "group": entry.group,
             "consequence": entry.consequence,
+            "one_rollout": entry.one_rollout,
             "lost": entry.lost,
             "signatures": [_signature(one) for one in entry.signatures],
             "causes": [

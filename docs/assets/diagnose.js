@@ -121,7 +121,10 @@ var Diagnose = (function () {
         found = [...found].sort((a, b) => (a.time < b.time ? -1 : a.time > b.time ? 1 : 0));
       }
       const causes = found.filter((one) => one.role === "cause");
-      const first = causes.find((one) => one.entry.severity !== "slow") || causes[0] || null;
+      const stops = ({ entry }) => ["crash", "hang"].includes(entry.severity) && !entry.one_rollout;
+      const fast = causes.filter((one) => one.entry.severity !== "slow");
+      const ranked = fast.some(stops) ? fast.filter((one) => !one.entry.one_rollout) : fast;
+      const first = ranked[0] || causes[0] || null;
       return {
         first, found, versions,
         consequences: found.filter((one) => one.role === "consequence"),

@@ -68,6 +68,15 @@ def test_what_costs_time_only_gives_way_to_a_crash(tmp_path: Path) -> None:
     assert found(write(tmp_path / "b.log", slow))["first"] == "qwen35-slow-torch-path"
 
 
+def test_what_ends_one_rollout_gives_way_to_what_stops_a_run(tmp_path: Path) -> None:
+    refused = (SAMPLES / "vllm-too-many-images.log").read_text()
+    assert found(write(tmp_path / "a.log", refused + DESYNC))["first"] == "mm-cache-desync"
+    skipped = (SAMPLES / "step-skipped-one-bad-row.log").read_text()
+    assert found(write(tmp_path / "b.log", refused + skipped))["first"] == "vllm-too-many-images", (
+        "it explains the other"
+    )
+
+
 def test_the_output_shows_line_file_fix_and_page(tmp_path: Path) -> None:
     log = write(tmp_path / "a.log", "x\n" * 6 + "LLM engine (v0.21.0)\n" + DESYNC)
     shown = run("diagnose", log).stdout
@@ -241,7 +250,8 @@ def test_in_a_failed_run_only_the_attempt_that_failed_counts(tmp_path: Path) -> 
     assert [one["text"] for one in answer["tracebacks"]] == ["ZeroDivisionError: x", "KeyError: 'new'"]
     assert [(one["slug"], one["attempt"]) for one in answer["found"]] == [("checkpoint-partial-or-disk-full", 1)]
     shown = run("diagnose", str(root)).stdout
-    assert "/s/unknown-failure/" in shown and "Found as well" in shown
+    assert "/s/unknown-failure/" in shown and "No known fault in attempt 2." in shown
+    assert "Found as well" not in shown and "In earlier attempts" in shown
     write(root / "attempts/2/trainer.log", DESYNC)
     assert found(str(root))["first"] == "mm-cache-desync"
     assert f"mmqa train --run-dir {root} --resume auto" in run("diagnose", str(root)).stdout

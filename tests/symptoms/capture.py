@@ -51,6 +51,11 @@ def sample(group: str, name: str, who: str = "") -> Callable[[Capture], Capture]
     return register
 
 
+def stub(**parts: Any) -> Any:
+    """What stands in for an object of a package: the few parts that the called function looks at."""
+    return SimpleNamespace(**parts)
+
+
 def text_of(who: str, function: Capture) -> str:
     """What the function prints, and the traceback that it ends in, from the package's first frame on."""
     out = io.StringIO()
@@ -149,11 +154,9 @@ def _(folder: Path) -> None:
     import torch
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-    model = SimpleNamespace(config=SimpleNamespace(image_token_id=7, video_token_id=8))
-    ids = torch.full((1, 196), 7)
-    Qwen3VLModel.get_placeholder_mask(
-        model, ids, inputs_embeds=torch.zeros(1, 196, 4), image_features=torch.zeros(784, 4)
-    )
+    model = stub(config=stub(image_token_id=7, video_token_id=8))
+    given: dict[str, Any] = {"inputs_embeds": torch.zeros(1, 196, 4), "image_features": torch.zeros(784, 4)}
+    Qwen3VLModel.get_placeholder_mask(model, input_ids=torch.full((1, 196), 7).long(), **given)  # type: ignore
 
 
 @sample("transformers", "transformers-too-old-for-qwen35", TASK)
@@ -198,7 +201,7 @@ def _(folder: Path) -> None:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
     rows = [{"x": 1}] * 4
-    trainer = SimpleNamespace(config=verl_config("data.train_batch_size=8", "data.dataloader_num_workers=0"))
+    trainer = stub(config=verl_config("data.train_batch_size=8", "data.dataloader_num_workers=0"))
     RayPPOTrainer._create_dataloader(trainer, rows, rows, list, SequentialSampler(rows))
 
 
@@ -221,13 +224,13 @@ def _(folder: Path) -> None:
 
     visual = lambda pixels, grid_thw: torch.zeros(1024, 4)  # noqa: E731
     visual.dtype = torch.float32  # type: ignore[attr-defined]
-    model = SimpleNamespace(
+    model = stub(
         get_input_embeddings=lambda: lambda ids: torch.zeros(*ids.shape, 4),
         visual=visual,
-        config=SimpleNamespace(image_token_id=7),
+        config=stub(image_token_id=7),
     )
-    ids = torch.full((1, 1025), 7)
-    qwen2_vl._get_input_embeds(model, ids, pixel_values=torch.zeros(1, 1), image_grid_thw=torch.ones(1, 3).long())
+    given: dict[str, Any] = {"pixel_values": torch.zeros(1, 1), "image_grid_thw": torch.ones(1, 3).long()}
+    qwen2_vl._get_input_embeds(model, input_ids=torch.full((1, 1025), 7), **given)  # type: ignore
 
 
 @sample("verl", "merger-wrong-folder")
@@ -237,7 +240,7 @@ def _(folder: Path) -> None:
 
     step = folder / "checkpoints/global_step_20"
     step.mkdir(parents=True)
-    merger = SimpleNamespace(config=ModelMergerConfig(operation="merge", backend="fsdp", local_dir=str(step)))
+    merger = stub(config=ModelMergerConfig(operation="merge", backend="fsdp", local_dir=str(step)))
     FSDPModelMerger._get_world_size(merger)
 
 
@@ -274,9 +277,7 @@ def _(folder: Path) -> None:
 
     module = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(module.parameters())
-    engine = SimpleNamespace(
-        optimizer_config=SimpleNamespace(clip_grad=1.0), scaler=None, module=module, optimizer=optimizer
-    )
+    engine = stub(optimizer_config=stub(clip_grad=1.0), scaler=None, module=module, optimizer=optimizer)
     for _ in range(3):
         module.weight.grad = torch.full((1, 1), float("nan"))
         FSDPEngine.optimizer_step(engine)
@@ -285,9 +286,9 @@ def _(folder: Path) -> None:
 def load_checkpoint(folder: Path, mode: str, path: str | None = None, step: int = 128) -> None:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-    trainer = SimpleNamespace(
+    trainer = stub(
         config=verl_config(f"trainer.default_local_dir={folder}", f"trainer.resume_mode={mode}"),
-        actor_rollout_wg=SimpleNamespace(load_checkpoint=lambda *args, **given: None),
+        actor_rollout_wg=stub(load_checkpoint=lambda *args, **given: None),
         use_critic=False,
         train_dataloader=range(64),
     )
@@ -329,7 +330,7 @@ def load_shards(folder: Path, world_size: int) -> None:
     actor.mkdir(parents=True)
     model = torch.nn.Linear(1, 1)
     torch.save(model.state_dict(), actor / "model_world_size_1_rank_0.pt")
-    manager = SimpleNamespace(
+    manager = stub(
         should_load_model=True,
         should_load_optimizer=True,
         should_load_extra=True,
@@ -658,7 +659,7 @@ def _(folder: Path) -> None:
 def post(address: str, key: str) -> None:
     from agentlightning import client as module
 
-    module.time = SimpleNamespace(sleep=lambda seconds: None)
+    module.time = stub(sleep=lambda seconds: None)
     module.AgentLightningSyncClient(base_url=address, key=key, max_retries=2).post_with_retry("/api/models", json=[])
 
 
@@ -727,11 +728,13 @@ def inherited(folder: Path) -> Any:
     """Lines of child processes, which write to the descriptors themselves."""
     kept = os.dup(1), os.dup(2)
     file = os.open(folder / "children.log", os.O_WRONLY | os.O_CREAT)
-    os.dup2(file, 1), os.dup2(file, 2)
+    for number in (1, 2):
+        os.dup2(file, number)
     try:
         yield
     finally:
-        os.dup2(kept[0], 1), os.dup2(kept[1], 2)
+        for number, one in enumerate(kept, 1):
+            os.dup2(one, number)
         for one in (file, *kept):
             os.close(one)
         print((folder / "children.log").read_text(), end="")
@@ -812,7 +815,7 @@ def _(folder: Path) -> None:
     async def patch(rollout: str, state: str, error: str) -> None:
         print(json.dumps({"rollout_id": rollout, "state": state, "error": error}))
 
-    controller = SimpleNamespace(_gateway="http://127.0.0.1:8080", _key="k", _isolation={}, _patch=patch)
+    controller = stub(_gateway="http://127.0.0.1:8080", _key="k", _isolation={}, _patch=patch)
     controller._needs_isolation = lambda path: Dispatcher._needs_isolation(controller, path)
     controller._release = lambda rollout: None
     local = {"agent_class": "my_agent.MyAgent", "env_map": {}}
@@ -836,7 +839,7 @@ def _(folder: Path) -> None:
 
     header = json.dumps({"w": {"dtype": "F32", "shape": [1 << 32], "data_offsets": [0, 0]}}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    saving.shutil.disk_usage = lambda place: SimpleNamespace(free=9 << 30)
+    saving.shutil.disk_usage = lambda place: stub(free=9 << 30)
     saving.check_space(RunDir(folder), folder)
 
 
@@ -897,25 +900,23 @@ def _(folder: Path) -> None:
 def _(folder: Path) -> None:
     from vllm.v1.worker.utils import request_memory
 
-    snapshot = SimpleNamespace(total_memory=79 << 30, free_memory=11 << 30, device_="cuda:0")
-    request_memory(snapshot, SimpleNamespace(gpu_memory_utilization=0.6))
+    snapshot = stub(total_memory=79 << 30, free_memory=11 << 30, device_="cuda:0")
+    request_memory(snapshot, stub(gpu_memory_utilization=0.6))
 
 
 @sample("vllm", "vllm-mm-item-larger-than-batch", ENGINE)
 def _(folder: Path) -> None:
     from vllm.v1.core.encoder_cache_manager import compute_mm_encoder_budget
 
-    compute_mm_encoder_budget(
-        SimpleNamespace(disable_chunked_mm_input=True, max_num_batched_tokens=8192), {"image": 16384}
-    )
+    compute_mm_encoder_budget(stub(disable_chunked_mm_input=True, max_num_batched_tokens=8192), {"image": 16384})
 
 
 @sample("vllm", "vllm-prompt-too-long-for-images", SERVER)
 def _(folder: Path) -> None:
     from vllm.v1.engine.input_processor import InputProcessor
 
-    model = SimpleNamespace(max_model_len=6144, runner_type="generate", skip_tokenizer_init=False)
-    processor = SimpleNamespace(
+    model = stub(max_model_len=6144, runner_type="generate", skip_tokenizer_init=False)
+    processor = stub(
         model_config=model, supports_mm_inputs=True, mm_encoder_cache_size=8192, vllm_config=None, tokenizer=None
     )
     InputProcessor._validate_prompt_len(processor, 9216, "decoder")
@@ -932,7 +933,7 @@ def _(folder: Path) -> None:
 def _(folder: Path) -> None:
     from vllm.multimodal.processing.context import BaseProcessingInfo
 
-    info = SimpleNamespace(supported_mm_limits={"image": None}, allowed_mm_limits={"image": 1})
+    info = stub(supported_mm_limits={"image": None}, allowed_mm_limits={"image": 1})
     BaseProcessingInfo.validate_num_items(info, "image", 2)
 
 
@@ -949,12 +950,12 @@ def _(folder: Path) -> None:
 def _(folder: Path) -> None:
     from vllm.entrypoints.openai.engine.serving import OpenAIServing
 
-    serving = SimpleNamespace(
+    serving = stub(
         _is_model_supported=lambda name: False,
-        models=SimpleNamespace(lora_requests={}),
+        models=stub(lora_requests={}),
         create_error_response=lambda **given: OpenAIServing.create_error_response(serving, **given),
     )
-    answer = asyncio.run(OpenAIServing._check_model(serving, SimpleNamespace(model="/models/qwen")))
+    answer = asyncio.run(OpenAIServing._check_model(serving, stub(model="/models/qwen")))
     print(answer.model_dump_json() if answer else None)
 
 

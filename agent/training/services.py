@@ -299,13 +299,19 @@ class Services:
                 file.writelines(f"{name}\n" for name in sorted(new))
 
     def leftovers(self) -> list[Any]:
-        """Processes that still carry this attempt's token (Ray's and vLLM's children leave their parent's group)."""
+        """Processes of this attempt: those that carry its token, and those in its process groups.
+
+        Ray's children leave their parent's group; vLLM's engine overwrites its environment when it sets its title.
+        """
         import psutil
 
+        groups = {service.process.pid for service in self.started.values()}
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if process.pid != os.getpid() and process.environ().get(TOKEN_ENV) == self.token:
+                if process.pid != os.getpid() and (
+                    os.getpgid(process.pid) in groups or process.environ().get(TOKEN_ENV) == self.token
+                ):
                     found.append(process)
         return found
 

@@ -18,7 +18,7 @@ from agent.training import resume as resuming
 from agent.training.display import Display
 from agent.training.resume import Start
 from agent.training.rundir import RunDir, write_json
-from agent.training.services import SECRETS, remove_shared_memory
+from agent.training.services import remove_traces
 from agent.training.supervise import Outcome, scratch_note, supervise
 
 
@@ -187,9 +187,7 @@ def clean_up(run: RunDir) -> None:
     shutil.rmtree(run.root / "resharded", ignore_errors=True)
     for number in run.attempts():
         folder = run.attempt(number)
-        for secret in SECRETS:
-            (folder / secret).unlink(missing_ok=True)
-        remove_shared_memory(folder)
+        remove_traces(folder)
         if (note := scratch_note(folder)).exists():
             shutil.rmtree(note.read_text().strip(), ignore_errors=True)
             note.unlink()

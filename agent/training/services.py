@@ -83,28 +83,34 @@ class Service:
 
 
 def shared_memory_note(attempt: Path) -> Path:
-    """Where an attempt notes the shared memory of its processes while it runs."""
+    """Where an attempt notes its processes' ids and shared memory while it runs, one a line."""
     return attempt / "shared-memory"
 
 
-def shared_memory_of(pid: int) -> set[str]:
-    """Names in /dev/shm that a process has mapped, or that carry its process id (semaphores that it has closed)."""
-    named = {path.name for path in SHARED_MEMORY.glob(f"*-{pid}-*")}
+def mapped_shared_memory(pid: int) -> set[str]:
+    """Names in /dev/shm that a process has mapped."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:
-        return named
+        return set()
     paths = {line.split(maxsplit=5)[-1].removesuffix(" (deleted)") for line in lines if f" {SHARED_MEMORY}/" in line}
-    return named | {Path(path).name for path in paths}
+    return {Path(path).name for path in paths}
 
 
-def remove_shared_memory(attempt: Path) -> None:
-    """Remove what ``shared_memory_note`` names and is still there. Only when the attempt's processes have ended."""
-    note = shared_memory_note(attempt)
-    if note.exists():
-        for name in note.read_text().split():
-            (SHARED_MEMORY / name).unlink(missing_ok=True)
+def remove_traces(attempt: Path) -> None:
+    """Remove what an attempt's ended processes could not: keys, shared memory, semaphores, the controller's lock.
+
+    A semaphore that its process has closed is no longer mapped, but carries the process id in its name.
+    """
+    for secret in SECRETS:
+        (attempt / secret).unlink(missing_ok=True)
+    if (note := shared_memory_note(attempt)).exists():
+        for one in note.read_text().split():
+            for path in SHARED_MEMORY.glob(f"sem.*-{one}-*") if one.isdigit() else [SHARED_MEMORY / one]:
+                path.unlink(missing_ok=True)
         note.unlink()
+    if (url := attempt / "gateway.url").exists():
+        dispatch.lock_path(url.read_text()).unlink(missing_ok=True)
 
 
 class Services:
@@ -122,7 +128,7 @@ class Services:
         self.ray_token_file = _secret_file(self.folder / SECRETS[1], secrets.token_hex(32))
         self.started: dict[str, Service] = {}
         self.url = ""
-        self._shared: set[str] = set()
+        self._noted: set[str] = set()
 
     def environment(self) -> dict[str, str]:
         """What every process of the attempt gets beside the caller's environment."""
@@ -284,19 +290,16 @@ class Services:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 service.process.wait(timeout=5.0)
         self._end_leftovers()
-        for secret in (self.key_file, self.ray_token_file):
-            secret.unlink(missing_ok=True)
-        if self.url:
-            dispatch.lock_path(self.url).unlink(missing_ok=True)
-        remove_shared_memory(self.folder)
+        remove_traces(self.folder)
 
     def note_shared_memory(self) -> None:
-        """Write down which shared memory the attempt's processes hold (it outlives a process that is killed)."""
-        found = {name for process in self.leftovers() for name in shared_memory_of(process.pid)}
-        if new := found - self._shared:
-            self._shared |= new
+        """Write down the attempt's processes and the shared memory they hold: it outlives a process that is killed."""
+        pids = [process.pid for process in self.leftovers()]
+        found = {str(pid) for pid in pids}.union(*(mapped_shared_memory(pid) for pid in pids))
+        if new := found - self._noted:
+            self._noted |= new
             with shared_memory_note(self.folder).open("a") as file:
-                file.writelines(f"{name}\n" for name in sorted(new))
+                file.writelines(f"{one}\n" for one in sorted(new))
 
     def leftovers(self) -> list[Any]:
         """Processes of this attempt: those that carry its token, and those in its process groups.

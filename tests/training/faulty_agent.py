@@ -46,10 +46,9 @@ class TenthFails:
         if url.endswith("/chat/completions"):
             TenthFails.calls += 1
             if TenthFails.calls % 10 == 0:
-                kind = TenthFails.calls // 10 % 3
+                kind = next((one for one in range(3) if once(f"tenth-{one}")), TenthFails.calls % 3)
                 choice = {"index": 0, "finish_reason": "error", "message": {"role": "assistant", "content": ""}}
                 body = {"choices": [choice] if kind == 2 else []}
-                note(f"tenth-{kind}", str(TenthFails.calls))
                 return httpx.Response(503 if kind == 0 else 200, json=body)
         return await self._client.post(url, **options)
 

@@ -292,7 +292,7 @@ def test_it_finishes_in_the_end_and_says_so_when_asked_again(broken):
     metrics = read_jsonl(broken.run.metrics)
     assert [one["step"] for one in metrics] == list(range(target + 1))
     attempts = [one["attempt"] for one in metrics]
-    assert attempts == sorted(attempts) and len(set(attempts)) > 4
+    assert attempts == sorted(attempts) and len(set(attempts)) > 2
     samples = [one for one in read_jsonl(broken.run.samples) if one["split"] == "train"]
     assert len(samples) == target * ROLLOUTS
     broken.start("--steps", str(target))

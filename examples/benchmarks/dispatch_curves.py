@@ -14,7 +14,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import tempfile
 import time
 from pathlib import Path
@@ -56,28 +55,32 @@ def bytes_of(reference: str, folder: Path, model: str, count: int) -> float:
             return (counter.bytes - before - rate * (time.monotonic() - started)) / count
 
 
-def measure() -> dict[str, Any]:
-    """Both curves."""
-    found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "cores": os.cpu_count()}
-    found["python"] = platform.python_version()
-    with tempfile.TemporaryDirectory() as name, stub_model(Path(name)) as model:
-        folder = Path(name)
-        store = ImageStore(folder / "images", max_pixels=20_000_000)
-        small = store.put(Image.new("RGB", (84, 84), "white"))
-        found["seconds"] = {"ours": {}, "theirs": {}}
-        for count in ROLLOUTS:
-            for kind in ("ours", "theirs") if count <= THEIRS_UP_TO else ("ours",):
-                found["seconds"][kind][count] = round(seconds_of(kind, count, folder, model, small), 2)
-                print(f"{count:>5} rollouts, {kind:<6} {found['seconds'][kind][count]:>7.2f} s", flush=True)
-        found["bytes"] = {"reference": {}, "inline": {}}
-        for size in MEGAPIXELS:
-            side = int((size * 1e6) ** 0.5)
-            photo = Image.effect_noise((side, side), 40)
-            ways = {"reference": store.put(photo), "inline": InlineImages(20_000_000).put(photo)}
-            for way, reference in ways.items():
-                found["bytes"][way][size] = round(bytes_of(reference, folder, model, 4))
-                print(f"{size:>5} megapixels, {way:<9} {found['bytes'][way][size]:>12,} bytes a rollout", flush=True)
+def measure_seconds(folder: Path, model: str) -> dict[str, Any]:
+    """Seconds until all have ended, by controller and number of rollouts."""
+    picture = ImageStore(folder / "images").put(Image.new("RGB", (84, 84), "white"))
+    found: dict[str, Any] = {"ours": {}, "theirs": {}}
+    for count in ROLLOUTS:
+        for kind in ("ours", "theirs") if count <= THEIRS_UP_TO else ("ours",):
+            found[kind][str(count)] = round(seconds_of(kind, count, folder, model, picture), 2)
+            print(f"{count:>5} rollouts, {kind:<6} {found[kind][str(count)]:>7.2f} s", flush=True)
     return found
+
+
+def measure_bytes(folder: Path, model: str) -> dict[str, Any]:
+    """Bytes through the gateway per rollout, by way and size of the picture."""
+    store = ImageStore(folder / "images", max_pixels=20_000_000)
+    found: dict[str, Any] = {"reference": {}, "inline": {}}
+    for size in MEGAPIXELS:
+        side = int((size * 1e6) ** 0.5)
+        photo = Image.effect_noise((side, side), 40)
+        ways = {"reference": store.put(photo), "inline": InlineImages(20_000_000).put(photo)}
+        for way, reference in ways.items():
+            found[way][str(size)] = round(bytes_of(reference, folder, model, 4))
+            print(f"{size:>5} megapixels, {way:<9} {found[way][str(size)]:>12,} bytes a rollout", flush=True)
+    return found
+
+
+PARTS = {"seconds": measure_seconds, "bytes": measure_bytes}
 
 
 def draw(found: dict[str, Any], out: Path) -> None:
@@ -110,13 +113,18 @@ def draw(found: dict[str, Any], out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[2] / "docs/assets/speed")
-    parser.add_argument("--draw-only", action="store_true", help="draw again from the figures that are there")
+    parser.add_argument("--only", choices=[*PARTS, "none"], help="measure this part alone; none: draw again")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "dispatch.json"
-    if not options.draw_only:
-        file.write_text(json.dumps(measure(), indent=1) + "\n")
-    draw(json.loads(file.read_text()), options.out)
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    for part, measure in PARTS.items():
+        if options.only in (None, part):
+            with tempfile.TemporaryDirectory() as name, stub_model(Path(name)) as model:
+                found[part] = measure(Path(name), model)
+            found[f"{part}_measured"] = f"{datetime.date.today()}, {os.cpu_count()} cores"
+            file.write_text(json.dumps(found, indent=1) + "\n")
+    draw(found, options.out)
 
 
 if __name__ == "__main__":

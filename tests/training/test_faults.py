@@ -293,6 +293,8 @@ def test_it_finishes_in_the_end_and_says_so_when_asked_again(broken):
     assert [one["step"] for one in metrics] == list(range(target + 1))
     attempts = [one["attempt"] for one in metrics]
     assert attempts == sorted(attempts) and len(set(attempts)) > 2
+    rates = [one["actor/lr"] for one in metrics[1:6]]
+    assert rates == pytest.approx([2e-6 * step for step in range(1, 6)]), "the warm-up went on where it was"
     samples = [one for one in read_jsonl(broken.run.samples) if one["split"] == "train"]
     assert len(samples) == target * ROLLOUTS
     broken.start("--steps", str(target))

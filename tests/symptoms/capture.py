@@ -177,6 +177,19 @@ def _(folder: Path) -> None:
         known._mapping["qwen3_5"] = kept
 
 
+@sample("transformers", "qwen35-slow-torch-path", WORKER)
+def _(folder: Path) -> None:
+    import logging
+
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+    logging.getLogger("transformers").addHandler(logging.StreamHandler(sys.stdout))
+    size = {"hidden_size": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4}
+    count = {"linear_num_key_heads": 1, "linear_num_value_heads": 1}
+    Qwen3_5GatedDeltaNet(Qwen3_5TextConfig(**size, **count), 0)
+
+
 # -- verl --------------------------------------------------------------------------------------------------------------
 
 
@@ -396,6 +409,13 @@ def _(folder: Path) -> None:
         metadata.version = real
 
 
+@sample("verl", "ray-actor-died", TASK)
+def _(folder: Path) -> None:
+    import ray
+
+    raise ray.exceptions.ActorDiedError()
+
+
 @sample("verl", "ray-socket-path-too-long")
 def _(folder: Path) -> None:
     from ray._private.utils import validate_socket_filepath
@@ -489,6 +509,20 @@ def _(folder: Path) -> None:
 @sample("verl", "policy-samples-image-token", TASK)
 def _(folder: Path) -> None:
     adapt(triplet(images=[picture(folder)]), processor=Processor(error=StopIteration()))
+
+
+@sample("verl", "mrope-noise-text-rows", TASK)
+def _(folder: Path) -> None:
+    """The adapter passes no mm_token_type_ids for a row without a picture, and transformers wants them."""
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+
+    class Strict(Processor):
+        def get_rope_index(self, **inputs: Any) -> Any:
+            if inputs["image_grid_thw"] is None:
+                Qwen2VLModel.get_rope_index(self, **inputs)  # type: ignore
+            return super().get_rope_index(**inputs)
+
+    adapt(triplet(images=[picture(folder)]), triplet(), processor=Strict())
 
 
 @sample("verl", "trajectory-level-with-images", TASK)
@@ -960,6 +994,13 @@ def _(folder: Path) -> None:
     )
     answer = asyncio.run(OpenAIServing._check_model(serving, stub(model="/models/qwen")))
     print(answer.model_dump_json() if answer else None)
+
+
+@sample("vllm", "vllm-engine-dead", SERVER)
+def _(folder: Path) -> None:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    raise EngineDeadError()
 
 
 @sample("vllm", "vllm-sleep-unsupported", SERVER)

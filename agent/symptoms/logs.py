@@ -80,9 +80,9 @@ def encoding_of(head: bytes, name: str) -> str | None:
             raise InputError(f"{name}: this file is compressed; unpack it: {command} {name} | mmqa diagnose -")
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
-    zeros = head.count(0)
-    if zeros > len(head) * 0.3:
-        return "utf-16-le" if head[1::2].count(0) > head[::2].count(0) else "utf-16-be"
+    zeros, even, odd = head.count(0), head[::2].count(0), head[1::2].count(0)
+    if zeros > len(head) * 0.3 and min(even, odd) * 10 <= max(even, odd):  # every other byte, as in Latin letters
+        return "utf-16-le" if odd > even else "utf-16-be"
     controls = sum(head.count(code) for code in (*range(1, 8), *range(14, 27), *range(28, 32), 127))
     if zeros + controls > len(head) * 0.02:
         raise InputError(f"{name}: this is a binary file, not a log; give the text that the run printed")

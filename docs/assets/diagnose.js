@@ -237,7 +237,9 @@ var Diagnose = (function () {
     }
     const even = head.filter((byte, index) => byte === 0 && index % 2 === 0).length;
     const odd = head.filter((byte, index) => byte === 0 && index % 2 === 1).length;
-    if (even + odd > head.length * 0.3) return odd > even ? "utf-16le" : "utf-16be";
+    if (even + odd > head.length * 0.3 && Math.min(even, odd) * 10 <= Math.max(even, odd)) {
+      return odd > even ? "utf-16le" : "utf-16be";
+    }
     const control = (byte) => (byte > 0 && byte < 8) || (byte > 13 && byte < 27) || (byte > 27 && byte < 32) || byte === 127;
     if (even + odd + head.filter(control).length > head.length * 0.02) throw new Error(name + ": not a text file");
     return "utf-8";

@@ -179,12 +179,9 @@ def _(folder: Path) -> None:
 
 @sample("transformers", "qwen35-slow-torch-path", WORKER)
 def _(folder: Path) -> None:
-    import logging
-
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-    logging.getLogger("transformers").addHandler(logging.StreamHandler(sys.stdout))
     size = {"hidden_size": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4}
     count = {"linear_num_key_heads": 1, "linear_num_value_heads": 1}
     Qwen3_5GatedDeltaNet(Qwen3_5TextConfig(**size, **count), 0)

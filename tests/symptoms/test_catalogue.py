@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,26 @@ def test_every_signature_has_a_sample_that_shows_it_or_a_sibling() -> None:
     named = {name for entry in ENTRIES.values() for name in entry.samples}
     clean = {file.name for file in SAMPLES.glob("clean-*.log")}
     assert {file.name for file in SAMPLES.iterdir()} == named | clean
+
+
+def test_it_is_said_of_every_sample_how_it_was_made() -> None:
+    """And those that are said to be captured are written by the program that captures."""
+    made = yaml.safe_load((CATALOGUE.parent / "evidence/samples.yaml").read_text(encoding="utf-8"))
+    listed = [name for names in made.values() for name in names]
+    assert sorted(listed) == sorted(file.name for file in SAMPLES.iterdir())
+    program = (Path(__file__).parent / "capture.py").read_text(encoding="utf-8")
+    written = re.findall(r'^@sample\("\w+", "([a-z0-9-]+)"', program, flags=re.MULTILINE)
+    assert sorted(made["captured"]) == sorted(f"{name}.log" for name in written)
+    assert len(written) > len(made["written"]) and all(made["written"].values())
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(installed("vllm") is None, reason="needs the cpu extra")
+def test_captured_samples_come_out_the_same_again() -> None:
+    """The packages still say what the samples hold; about a minute of imports."""
+    program = Path(__file__).parent / "capture.py"
+    done = subprocess.run([sys.executable, str(program), "--check"], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("file", sorted(SAMPLES.glob("clean-*.log")), ids=lambda file: file.name)

@@ -150,6 +150,8 @@ def test_other_encodings(tmp_path: Path, encoding: str) -> None:
         ("empty.log", b"", "is empty"),
         ("core", bytes(range(256)) * 300, "binary file"),
         ("model.safetensors", os.urandom(1000), "binary file"),
+        ("a.out", b"\x7fELF\0\0\0", "binary file"),
+        ("zeros", bytes(5000), "binary file"),
         ("a.log.gz", b"\x1f\x8b\x08" + bytes(50), "gunzip -c"),
     ],
 )

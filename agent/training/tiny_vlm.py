@@ -3,10 +3,11 @@
 A randomly initialised model cannot see, and GRPO on it would prove nothing. So the model gets a short supervised
 warm-up that leaves two things to learn, each measured apart in a run:
 
-* *form*: half of the warm-up answers are bare ("7"), half are tagged ("<answer>7</answer>", the form that earns the
-  full reward);
+* *form*: half of the warm-up answers (in ``circles`` 7 of 10) are bare ("7"), the others tagged ("<answer>7</answer>",
+  the form that earns the full reward);
 * *seeing*: the warm-up labels are wrong on purpose. In ``digits`` some pairs of digits get either label at random, so
-  the model cannot tell 3 from 5 afterwards, and only reward teaches it; in ``circles`` one label in five is off by one.
+  the model cannot tell 3 from 5 afterwards, and only reward teaches it; in ``circles`` one label in five is off by one,
+  and the warm-up ends early (0.39 right on held-out pictures, chance is 0.2): there the form rises first.
 
 The vocabulary is exactly the tokenizer's (``vocab_size == len(tokenizer)``): verl masks a padded vocabulary only in the
 engine, which would show as a constant log-prob gap between engine and actor.
@@ -65,6 +66,7 @@ class Recipe:
     batch: int = 64
     lr: float = 1e-3
     wrong: float = 0.5  # share of wrong labels: of the confused digits, of the circles' counts
+    tagged: float = 0.5  # share of answers in the wanted form
     version: int = 1
 
     def key(self) -> str:
@@ -73,7 +75,7 @@ class Recipe:
         return f"tiny-vlm-{self.task}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-RECIPES = {"digits": Recipe("digits", wrong=0.5), "circles": Recipe("circles", wrong=0.2)}
+RECIPES = {"digits": Recipe("digits", wrong=0.5), "circles": Recipe("circles", wrong=0.2, tagged=0.3, steps=300)}
 
 
 def recipe(task: str) -> Recipe:
@@ -220,7 +222,7 @@ def batches(recipe: Recipe, processor: Any) -> Iterator[dict[str, Any]]:
     for _ in range(recipe.steps):
         examples = [_EXAMPLES[recipe.task](rng, recipe.wrong) for _ in range(recipe.batch)]
         prompts = [prompt_text(question) for _, question, _ in examples]
-        targets = [answer_text(label, tagged=rng.random() < 0.5) + "<|im_end|>" for _, _, label in examples]
+        targets = [answer_text(label, tagged=rng.random() < recipe.tagged) + "<|im_end|>" for _, _, label in examples]
         inputs = processor(
             text=[prompt + target for prompt, target in zip(prompts, targets, strict=True)],
             images=[[image] for image, _, _ in examples],

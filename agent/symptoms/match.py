@@ -56,22 +56,22 @@ class Scan:
     traceback_line: int = 0
 
 
-def _finder(literals: list[bytes]) -> Callable[[bytes], Iterable[tuple[int, int]]]:
-    """A function that yields (literal's number, offset) for every literal in a block, line by line."""
+def _finder(literals: list[bytes]) -> Callable[[bytes], Iterable[tuple[int, int, int]]]:
+    """A function that yields (literal's number, offset, end) for every literal in a block, line by line."""
     try:
         import ahocorasick_rs
     except ImportError:  # no wheel for this platform: the same answer, many times slower
 
-        def each(block: bytes) -> Iterator[tuple[int, int]]:
+        def each(block: bytes) -> Iterator[tuple[int, int, int]]:
             for number, literal in enumerate(literals):
                 at = block.find(literal)
                 while at >= 0:
-                    yield number, at
+                    yield number, at, at + len(literal)
                     at = block.find(literal, at + 1)
 
         return lambda block: sorted(each(block), key=lambda pair: pair[1])
     automaton = ahocorasick_rs.BytesAhoCorasick(literals, implementation=ahocorasick_rs.Implementation.DFA)
-    return lambda block: ((number, at) for number, at, _ in automaton.find_matches_as_indexes(block, overlapping=True))
+    return lambda block: automaton.find_matches_as_indexes(block, overlapping=True)
 
 
 def _blocks(stream: Readable, overlap: int) -> Iterator[tuple[bytes, bool]]:
@@ -105,10 +105,11 @@ class _Watch:
     def __init__(self, entry: Entry, signature: Signature) -> None:
         self.entry, self.signature = entry, signature
         self.found: Match | None = None
-        self.last: tuple[int, int] = (-1, -1)  # block and start of the line that was looked at last
         anchored = signature.regex and re.search(r"(?<!\\)\$|(?<![\\\[])\^", signature.regex)
         self._raw = re.compile(signature.regex.encode()) if signature.regex and not anchored else None
         self._cleaned = bool(anchored)
+        self.quick = self._raw is not None and (signature.regex or "").startswith(signature.needs)
+        self.clears = signature.cleared_by is not None
         self._clearing = re.compile(signature.cleared_by.encode()) if signature.cleared_by else None
 
     def matches(self, block: bytes, start: int, end: int) -> bool:
@@ -120,6 +121,12 @@ class _Watch:
     def cleared(self, block: bytes, start: int, end: int) -> bool:
         """Whether the line takes back what was found."""
         return self._clearing is not None and self._clearing.search(block, start, end) is not None
+
+
+def _quick(watches: list[_Watch]) -> re.Pattern[bytes] | None:
+    """One expression for all signatures of a literal if each begins with it: most lines of a log end here."""
+    parts = [watch.signature.regex for watch in watches if watch.quick]
+    return re.compile("|".join(f"(?:{part})" for part in parts).encode()) if len(parts) == len(watches) > 0 else None
 
 
 def _time_before(block: bytes, at: int) -> str | None:
@@ -166,37 +173,45 @@ class _Scanner:
                 watches.setdefault(signature.needs.encode(), []).append(_Watch(entry, signature))
         self.literals = list(dict.fromkeys([_TRACE, *_VERSION_LITERALS, *watches]))
         self.watches = [watches.get(literal, []) for literal in self.literals]
+        self.quick = [_quick(members) for members in self.watches]
+        self.clearing = [[watch for watch in members if watch.clears] for members in self.watches]
         self.out = Scan()
         self._find = _finder(self.literals)
         self._trace: _Trace | None = None
-        self._blocks = self._newlines = self._counted = self._passed = 0
+        self._newlines = self._counted = self._passed = 0
 
     def block(self, block: bytes, ends: bool) -> None:
         """Look at one piece; ``ends`` tells whether it ends where a line does."""
-        self._blocks += 1
         self._counted = self._passed = 0
+        looked_at: dict[int, int] = {}  # start of the line in which each literal was found last
         if self._trace and self.out.traceback is None:
             self._follow(block, 0)
-        for number, at in self._find(block):
-            literal = self.literals[number]
+        for number, at, _ in self._find(block):
+            quick = self.quick[number]
+            if quick and not (quick.match(block, at, at + WINDOW) or self._may_clear(number)):
+                continue
+            literal, watches = self.literals[number], self.watches[number]
             if literal == _TRACE:
                 if self._trace is None:
                     self._trace, self.out.traceback_line = _Trace(), self._line(block, at)
                     self._follow(block, _bounds(block, at)[0])
             elif literal in _VERSION_LITERALS:
                 self._version(_VERSION_LITERALS[literal], block[at + len(literal) : at + len(literal) + 40])
-            for watch in self.watches[number]:
-                self._look(watch, block, at)
+            if watches:
+                start, end = _bounds(block, at)
+                if looked_at.get(number) != start:
+                    looked_at[number] = start
+                    for watch in watches:
+                        self._look(watch, block, at, start, end)
         self._newlines += block.count(b"\n")
         self.out.size += len(block)
         self.out.lines = self._newlines + (0 if ends else 1)
 
-    def _look(self, watch: _Watch, block: bytes, at: int) -> None:
+    def _may_clear(self, number: int) -> bool:
+        return any(watch.found for watch in self.clearing[number])
+
+    def _look(self, watch: _Watch, block: bytes, at: int, start: int, end: int) -> None:
         known = watch.found
-        start, end = _bounds(block, at)
-        if watch.last == (self._blocks, start):
-            return
-        watch.last = (self._blocks, start)
         if not watch.matches(block, start, end):
             if known and watch.cleared(block, start, end):
                 watch.found = None

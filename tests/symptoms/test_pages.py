@@ -50,8 +50,9 @@ def test_a_page_has_everything_and_breaks_nothing(entry: object) -> None:
 
     assert isinstance(entry, Entry)
     text = page_text(entry)
-    for heading in ("What you see", "Fix now", "Check that it is gone", "Why", "If that did not help", "Sources"):
+    for heading in ("What you see", "Fix now", "Check that it is gone", "Why", "If that did not help", "What is lost"):
         assert text.count(f"\n## {heading}\n") == 1
+    assert text.count("\n## Sources\n") == bool(entry.sources)
     for signature in entry.signatures:
         assert signature.needs.strip() in text
     outside = re.sub(r"^( *)```.*?^ *```$", "", text.split("---", 2)[2], flags=re.DOTALL | re.MULTILINE)

@@ -37,3 +37,5 @@ if __name__ == "__main__":
         )
     except (InputError, RunFailed) as error:
         parser.exit(error.exit_code, f"error: {one_line(error)}\n")
+    except KeyboardInterrupt:  # while the rows or the tiny model are being made; later the run itself stops in order
+        parser.exit(1, "stopped before the first step\n")

@@ -19,7 +19,7 @@ from agent.training.display import Display
 from agent.training.resume import Start
 from agent.training.rundir import RunDir, write_json
 from agent.training.services import remove_traces
-from agent.training.supervise import Outcome, scratch_note, supervise
+from agent.training.supervise import SCRATCH_PREFIX, Outcome, scratch_note, supervise
 
 
 def versions() -> dict[str, str]:
@@ -189,7 +189,9 @@ def clean_up(run: RunDir) -> None:
         folder = run.attempt(number)
         remove_traces(folder)
         if (note := scratch_note(folder)).exists():
-            shutil.rmtree(note.read_text().strip(), ignore_errors=True)
+            scratch = Path(note.read_text().strip())
+            if scratch.name.startswith(SCRATCH_PREFIX):  # nothing else is ever written there; a file can be edited
+                shutil.rmtree(scratch, ignore_errors=True)
             note.unlink()
 
 

@@ -17,6 +17,7 @@ from agent.training.rundir import RunDir, stop_file, write_json
 from agent.training.services import Service, Services
 from agent.training.watchdog import Watchdog
 
+SCRATCH_PREFIX = "mmqa-"
 NOTE_SECONDS = 15.0  # between two looks at the shared memory of the run's processes
 SAME_PRESS_SECONDS = 0.3
 SHORT_STEP_SECONDS = 120.0  # a step that takes no longer is finished when the user asks to stop
@@ -92,7 +93,7 @@ def supervise(run: RunDir, attempt: int, config: Any, display: Display) -> Outco
     total = int(config.trainer.total_training_steps)
     status = Status(run, attempt, total)
     status.write("starting", 0)
-    scratch = Path(tempfile.mkdtemp(prefix="mmqa-"))
+    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))
     scratch_note(run.attempt(attempt)).write_text(str(scratch))
     services = Services(run, attempt, config, scratch)
     with _Interrupt() as interrupt:

@@ -58,6 +58,14 @@ class Diagnosis:
     state: dict[str, Any] | None = None
     run: Path | None = None
     attempt: int = 0
+    said: set[str] = field(default_factory=set)  # slugs of what the run gives as its own reason
+
+    @property
+    def slug(self) -> str | None:
+        """The page to send a reader to: the first cause's, else that of what the run gives as its reason."""
+        if self.first:
+            return self.first.entry.slug
+        return next((one.entry.slug for one in self.found if one.entry.slug in self.said), None)
 
     @property
     def failed(self) -> bool:
@@ -167,15 +175,14 @@ def diagnose(target: str) -> Diagnosis:
         if result.traceback:
             traces.append(Trace(result.traceback, f"{source.name}:{result.traceback_line}", source.attempt))
     out.attempt = max((one.attempt for one in sources), default=1 if run else 0)
-    said: set[str] = set()
     if run:
         out.state = _json(run / "status.json")
         if out.failed and isinstance(out.state.get("attempt"), int):
             out.attempt = out.state["attempt"]
         found += _silent(run, out.versions, entries, out.attempt)
-        said = _settle(found, out.state, out.attempt, entries, run)
+        out.said = _settle(found, out.state, out.attempt, entries, run)
     out.found = in_order(found)
-    out.first = stopping_cause(out.found, out.attempt, said) if out.failed else first_cause(out.found)
+    out.first = stopping_cause(out.found, out.attempt, out.said) if out.failed else first_cause(out.found)
     shown = out.attempt if out.failed else max((one.attempt for one in traces), default=0)
     out.traces = [one for one in traces if one.attempt == shown]
     return out

@@ -182,9 +182,9 @@ def _(folder: Path) -> None:
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-    size = {"hidden_size": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4}
-    count = {"linear_num_key_heads": 1, "linear_num_value_heads": 1}
-    Qwen3_5GatedDeltaNet(Qwen3_5TextConfig(**size, **count), 0)
+    size: dict[str, Any] = {"hidden_size": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4}
+    config: Any = Qwen3_5TextConfig(linear_num_key_heads=1, linear_num_value_heads=1, **size)
+    Qwen3_5GatedDeltaNet(config, 0)
 
 
 # -- verl --------------------------------------------------------------------------------------------------------------

@@ -282,6 +282,7 @@ def test_a_consequence_that_the_run_names_is_still_none(tmp_path: Path) -> None:
     write(root / "attempts/1/trainer.log", "nothing\n")
     answer = found(str(root))
     assert answer["first"] is None and [one["role"] for one in answer["found"]] == ["consequence"]
+    assert diagnose(str(root)).slug == "vllm-engine-dead", "the page to send a reader to"
     assert "/s/vllm-engine-dead/" in run("diagnose", str(root)).stdout
 
 

@@ -108,7 +108,10 @@ def render(result: Diagnosis) -> list[str]:
         lines += [f"  {_place(first)}", f"    {first.text[:300]}"]
         if first.attempt < result.attempt:
             lines.append(f"  This was attempt {first.attempt}; nothing known is wrong in attempt {result.attempt}.")
-        lines += ["", _bold("What to do"), *fix_lines(causes_for(first.entry, result.versions)), ""]
+        fixes = fix_lines(causes_for(first.entry, result.versions))
+        if result.run:
+            fixes = [re.sub(r"\bRUN\b", lambda _: str(result.run), line) for line in fixes]
+        lines += ["", _bold("What to do"), *fixes, ""]
         lines.append(f"  lost: {first.entry.lost}")
         if result.run and first.entry.resume_safe and first.attempt == result.attempt:
             lines.append(f"  then: mmqa train --run-dir {result.run} --resume auto  (changed settings as key=value)")
@@ -129,7 +132,8 @@ def render(result: Diagnosis) -> list[str]:
         if members:
             lines += ["", _bold(heading)]
             lines += [f"  {one.entry.slug}: {one.entry.title}\n    {_place(one)}: {one.text[:120]}" for one in members]
-            lines += [f"    {page(members[0].entry.slug)}"] if heading == "What followed" and not first else []
+            if heading == "What followed" and not first and not result.slug:
+                lines.append(f"    {page(members[0].entry.slug)}")
     if result.versions:
         shown = {name: result.versions[name] for name in sorted(result.versions) if name in _SHOWN}
         lines += ["", "versions: " + ", ".join(f"{name} {version}" for name, version in shown.items())]
@@ -150,7 +154,15 @@ def _nothing(result: Diagnosis) -> list[str]:
         lines = [_bold("No known cause; what follows from one was found, and a traceback that may be it.")]
     elif consequences:
         lines = [_bold("Only consequences were found; the cause is not in this text.")]
-        lines.append("  Give the whole run directory, or the log from its beginning: the cause stands before these.")
+        if result.run:
+            lines.append(
+                "  All logs of the run were read. A process that is killed from outside writes nothing: see dmesg, and"
+            )
+            lines.append("  the memory limit of the container or the job.")
+        else:
+            lines.append(
+                "  Give the whole run directory, or the log from its beginning: the cause stands before these."
+            )
     else:
         where = f"attempt {result.attempt}" if result.failed else f"{result.lines:,} line" + "s" * (result.lines != 1)
         lines = [_bold(f"No known fault in {where}.")]
@@ -161,7 +173,7 @@ def _nothing(result: Diagnosis) -> list[str]:
     elif not consequences:
         lines.append("  No traceback either.")
     if result.traces or result.failed:
-        lines.append(f"  page: {page('unknown-failure')}")
+        lines.append(f"  page: {page(result.slug or 'unknown-failure')}")
     return lines
 
 

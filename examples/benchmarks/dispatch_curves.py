@@ -85,10 +85,10 @@ PARTS = {"seconds": measure_seconds, "bytes": measure_bytes}
 
 def draw(found: dict[str, Any], out: Path) -> None:
     """Two SVG files beside the figures."""
-    import matplotlib
+    import matplotlib  # pyright: ignore[reportMissingImports]
 
     matplotlib.use("svg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     pyplot.rcParams |= {"svg.hashsalt": "dispatch", "font.size": 11, "axes.grid": True, "grid.alpha": 0.3}
     labels = {

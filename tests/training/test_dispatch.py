@@ -273,6 +273,33 @@ def test_a_restarted_gateway_is_noticed(rig):
 
 
 @needs_gateway
+def test_a_restarted_gateway_is_told_to_the_trainer(rig, monkeypatch):
+    from agentlightning.verl.agl_rollout_manager import AglRolloutManager
+
+    from agent.training import trainer
+
+    monkeypatch.setattr(trainer, "CHECK_SECONDS", 0.3)
+
+    class Owner:
+        ended_seen = 0
+
+        def report_rollouts(self, *told):
+            if told[:2] == (0, 4):
+                os.killpg(rig.gateway.pid, signal.SIGKILL)
+                rig.gateway.wait()
+                rig.gateway = rig.start_gateway()
+
+        def check_engine(self):
+            pass
+
+    manager = trainer.watched_manager(AglRolloutManager, Owner())(
+        agl_base_url=rig.url, agl_key=KEY, model="m", step=1, train_rollout_n=4, poll_interval_seconds=0.05
+    )
+    with pytest.raises(httpx.HTTPStatusError, match="404"):
+        manager.enqueue_and_wait_until_completed({"id": ["a"]}, is_train=True)
+
+
+@needs_gateway
 def test_a_stopped_controller_fails_what_runs_and_leaves_no_process(rig):
     controller = rig.start_controller()
     rollouts = rig.enqueue("Sleeps", [{"id": "0"}]) + rig.enqueue("NotAsyncSleeps", [{"id": "0"}])

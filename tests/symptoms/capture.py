@@ -179,11 +179,15 @@ def _(folder: Path) -> None:
 
 @sample("transformers", "qwen35-slow-torch-path", WORKER)
 def _(folder: Path) -> None:
+    import logging
+
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
     size: dict[str, Any] = {"hidden_size": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4}
     config: Any = Qwen3_5TextConfig(linear_num_key_heads=1, linear_num_value_heads=1, **size)
+    for handler in logging.getLogger("transformers").handlers:
+        handler.setStream(sys.stdout)  # type: ignore
     Qwen3_5GatedDeltaNet(config, 0)
 
 

@@ -46,11 +46,13 @@ def with_pooled_client(app: Any) -> Any:
 
 def main() -> None:
     """Run ``agl-server`` with the command line's options."""
+    import structlog
     from agentlightning.server import __main__ as server
     from uvicorn.config import LOGGING_CONFIG
 
     create_app = server.create_app
     server.create_app = lambda config: with_pooled_client(create_app(config))
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))  # a line for each model call
     LOGGING_CONFIG["filters"] = {"refused": {"()": RefusedOnly}}
     LOGGING_CONFIG["loggers"]["uvicorn.access"]["filters"] = ["refused"]
     server.main()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agent.errors import InputError
+from agent.errors import InputError, page
 from agent.training import checkpoints
 from agent.training.rundir import RunDir, read_jsonl
 
@@ -80,6 +80,7 @@ def finished(run: RunDir, total_steps: int) -> str | None:
     return (
         f"this run has finished: step {status['step']} of {total_steps}. "
         f"Train further with: mmqa train --run-dir {run.root} --resume auto --steps {2 * total_steps}"
+        f"\n  -> {page('resume-finishes-immediately')}"
     )
 
 
@@ -89,11 +90,14 @@ def choose(run: RunDir, step: str | None) -> Start:
     Torn ones are named in the notes and never chosen. Raises ``InputError`` if ``step`` is asked for and is not there.
     """
     found = checkpoints.checkpoints(run)
+    torn = page("checkpoint-partial-or-disk-full")
     notes = [
-        f"checkpoint of step {one.step} is not whole and is left alone: {one.problem}" for one in found if one.problem
+        f"checkpoint of step {one.step} is not whole and is left alone: {one.problem}  -> {torn}"
+        for one in found
+        if one.problem
     ]
     if step is None and not any(one.problem is None for one in found):
-        notes.append("there is no whole checkpoint: it begins again at step 1")
+        notes.append(f"there is no whole checkpoint: it begins again at step 1  -> {page('nothing-to-resume')}")
         return Start(notes=notes)
     chosen = checkpoints.choose(run, step)
     notes.append(f"it goes on after step {chosen.step} ({chosen.path.name}, {chosen.size / 1e6:,.0f} MB, whole)")

@@ -43,6 +43,9 @@ def plan(
     Raises ``InputError``.
     """
     given = list(overrides)
+    for one in given:
+        if one.lstrip("+").startswith(("trainer.resume_mode=", "trainer.resume_from_path=")):
+            raise InputError(f"override {one!r}: say it with --resume auto, --resume STEP or --resume never")
     if task is not None:
         given.append(f"mmqa.task={task}")
     if steps is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agent.errors import RunFailed
+from agent.errors import RunFailed, page
 from agent.training.display import Display
 from agent.training.progress import Follower
 from agent.training.rundir import RunDir, stop_file, write_json
@@ -113,8 +113,8 @@ def supervise(run: RunDir, attempt: int, config: Any, display: Display) -> Outco
             shutil.rmtree(scratch, ignore_errors=True)
             scratch_note(run.attempt(attempt)).unlink(missing_ok=True)
     status.write(outcome.state, outcome.step, reason=outcome.reason, symptom=outcome.symptom)
-    if outcome.state == "failed" and outcome.symptom is None:
-        outcome.symptom = symptom_of(run)
+    if outcome.state == "failed":
+        outcome.symptom = symptom_of(run, outcome.symptom)
         status.write(outcome.state, outcome.step, reason=outcome.reason, symptom=outcome.symptom)
     return outcome
 
@@ -124,16 +124,16 @@ def scratch_note(attempt: Path) -> Path:
     return attempt / "scratch"
 
 
-def symptom_of(run: RunDir) -> str | None:
-    """The first real cause that ``mmqa diagnose`` finds in the newest attempt's logs; None if it knows none."""
+def symptom_of(run: RunDir, told: str | None = None) -> str | None:
+    """The first real cause that ``mmqa diagnose`` finds in the failed attempt's logs, else what the run told itself."""
     from agent.symptoms.diagnose import diagnose
 
     try:
-        first = diagnose(str(run.root)).first
+        found = diagnose(str(run.root))
     except Exception as error:  # the run's own failure must be told, whatever happens here
         print(f"mmqa: the logs could not be searched: {type(error).__name__}: {error}")
-        return None
-    return first.entry.slug if first else None
+        return told
+    return found.first.entry.slug if found.first else told or found.slug
 
 
 class _Stop:
@@ -182,7 +182,7 @@ def _watch(services: Services, status: Status, display: Display, interrupt: _Int
         if stop.now(interrupt.count, phase, seconds):
             return Outcome("stopped", step, "stopped by the user")
         if silence := watchdog.overdue(time.monotonic()):
-            display.say(silence)
+            display.say(f"{silence}  -> {page('no-progress')}")
             status.write(_STATE.get(phase, "starting"), step, reason=silence)
         if time.monotonic() - noted > NOTE_SECONDS:
             noted = time.monotonic()

@@ -188,7 +188,8 @@ def guarded(base: type) -> type:
                 except httpx.TransportError as error:
                     status = type(error).__name__
                 if status != 200:
-                    raise TrainingStopped(f"step {self.global_steps}: the engine at {address} is dead ({status})")
+                    said = f"step {self.global_steps}: the engine at {address} is dead ({status})"
+                    raise TrainingStopped(said, "vllm-engine-dead")
 
         def report_rollouts(self, done: int, total: int, is_train: bool) -> None:
             if done in (0, total) or time.monotonic() - self._reported > 1:
@@ -215,7 +216,8 @@ def guarded(base: type) -> type:
                 reason = next((one["error"] for one in failed if one.get("error")), "no error message was recorded")
                 raise TrainingStopped(
                     f"step {self.global_steps}: {len(failed)} of {len(completed)} rollouts failed; "
-                    f"the first one says: {reason}"
+                    f"the first one says: {reason}",
+                    "agent-exits-nonzero",
                 )
             return survivors
 
@@ -245,7 +247,8 @@ def guarded(base: type) -> type:
             self._step_started = time.monotonic()
             result = super()._train_step(timing_raw, curr_step_profile)
             if result is None:
-                raise TrainingStopped(f"step {self.global_steps}: no row was left to train on; see samples.jsonl")
+                said = f"step {self.global_steps}: no row was left to train on; see samples.jsonl"
+                raise TrainingStopped(said, "zero-training-rows")
             metrics, batch = result
             metrics |= self._figures
             self._made = self.global_steps
@@ -280,7 +283,8 @@ def guarded(base: type) -> type:
             write_json(run.attempt(attempt) / "image_proof.json", proof)
             problem = image_proof.problem(proof, bool(self._with_images), self.config.mmqa.max_logprob_gap)
             if problem:
-                raise TrainingStopped(problem)
+                blind = "pixel" in problem
+                raise TrainingStopped(problem, "images-not-in-training" if blind else "logprob-mismatch-unwatched")
             print(f"mmqa: pictures reach the actor: {proof}")
 
         def _update_actor(self, batch: Any) -> Any:

@@ -273,7 +273,8 @@ class Dispatcher:
         if error is None:
             await self._patch(job.rollout, "succeeded", attempt=job.attempt)
         else:
-            await self._patch(job.rollout, "failed", error)
+            # where it was tried again, what is known of it lies under the second attempt
+            await self._patch(job.rollout, "failed", error, attempt=job.attempt or None)
         self._release(job.rollout)
 
     def _release(self, rollout: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from agent.errors import InputError, page
 from agent.training import checkpoints
-from agent.training.rundir import RunDir, read_jsonl
+from agent.training.rundir import STEP_METRICS, RunDir, append_jsonl, read_jsonl
 
 # What a checkpoint was made with: another value would make it meaningless, or shift the order of the data.
 FIXED = {
@@ -141,7 +141,15 @@ def supersede(run: RunDir, step: int, attempt: int) -> int:
             redone = {row["step"] for row in gone}
         _write_lines(run.attempt(attempt) / f"superseded-{path.name}", gone)
         _write_lines(path, kept)
+    _restore_line(run, step)
     return len(redone)
+
+
+def _restore_line(run: RunDir, step: int) -> None:
+    """Put back the line of a step that was saved and not yet logged when its attempt was killed."""
+    file = run.checkpoints / f"global_step_{step}" / STEP_METRICS
+    if file.exists() and step not in {row["step"] for row in read_jsonl(run.metrics)}:
+        append_jsonl(run.metrics, json.loads(file.read_text(encoding="utf-8")))
 
 
 def _write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+STEP_METRICS = "metrics.json"  # in a checkpoint's folder: its step's line of metrics.jsonl
 STATES = ("starting", "rollout", "training", "saving", "finished", "failed", "stopped")
 
 

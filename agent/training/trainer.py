@@ -17,7 +17,7 @@ import httpx
 
 from agent.training import dispatch, image_proof, rows, saving
 from agent.training.progress import Progress
-from agent.training.rundir import RunDir, append_jsonl, stop_file, write_json
+from agent.training.rundir import STEP_METRICS, RunDir, append_jsonl, stop_file, write_json
 
 CHECK_SECONDS = 5.0  # without a rollout that ended, before gateway and engine are looked at
 RUN_ENV, ATTEMPT_ENV, KEY_ENV = "MMQA_RUN_DIR", "MMQA_ATTEMPT", "MMQA_KEY_FILE"
@@ -110,6 +110,13 @@ def watched_manager(base: type, owner: Any) -> type:
     return WatchedManager
 
 
+def metrics_line(data: dict[str, Any], step: int, attempt: int) -> dict[str, Any]:
+    """One object of ``metrics.jsonl``: the figures among ``data``."""
+    figures = {key: value for key, value in data.items() if isinstance(value, int | float)}
+    figures |= {key: value.item() for key, value in data.items() if hasattr(value, "item") and value.size == 1}
+    return {"step": step, "attempt": attempt, "time": round(time.time(), 3), **figures}
+
+
 def run_tracking(base: type, run: RunDir, attempt: int) -> type:
     """verl's ``Tracking`` that also appends each step to ``metrics.jsonl``.
 
@@ -118,9 +125,7 @@ def run_tracking(base: type, run: RunDir, attempt: int) -> type:
 
     class RunTracking(base):  # type: ignore[misc]
         def log(self, data: dict[str, Any], step: int, backend: Any = None) -> None:
-            figures = {key: value for key, value in data.items() if isinstance(value, int | float)}
-            figures |= {key: value.item() for key, value in data.items() if hasattr(value, "item") and value.size == 1}
-            append_jsonl(run.metrics, {"step": step, "attempt": attempt, "time": round(time.time(), 3), **figures})
+            append_jsonl(run.metrics, metrics_line(data, step, attempt))
             super().log(data, step, backend)
 
     return RunTracking
@@ -252,6 +257,7 @@ def guarded(base: type) -> type:
             metrics, batch = result
             metrics |= self._figures
             self._made = self.global_steps
+            self._line = metrics_line(metrics, self.global_steps, attempt)
             progress.emit(
                 "step",
                 step=self.global_steps,
@@ -302,6 +308,8 @@ def guarded(base: type) -> type:
                 saving.check_space(run, Path(self.config.actor_rollout_ref.model.path))
                 saving.begin(run, step)
                 super()._save_checkpoint()
+                # the loop logs the step after it has saved it: if it is killed in between, the line is not lost
+                write_json(run.checkpoints / f"global_step_{step}" / STEP_METRICS, self._line)
                 written = time.monotonic()
                 saving.finish(run, step, attempt)
                 removed = saving.prune(run, keep, self.config.mmqa.keep_best)

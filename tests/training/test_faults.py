@@ -164,9 +164,9 @@ def test_agents_that_fail_in_every_way_cost_their_own_rollout(broken):
     samples = [one for one in read_jsonl(broken.run.samples) if one["split"] == "train" and one["step"] <= 3]
     assert len(samples) == 3 * ROLLOUTS
     faults = broken.root / "faults"
-    failed = {str(one["error"]).split(":")[0] for one in samples if one["state"] != "succeeded"}
-    assert {"RewardError", "ZeroDivisionError", "local subprocess timed out"} <= failed, failed
-    assert any("broken before its first call" in str(one["error"]) for one in samples)
+    failed = " | ".join(str(one["error"]) for one in samples if one["state"] != "succeeded")
+    for error in ("RewardError", "ZeroDivisionError", "subprocess timed out", "broken before its first call"):
+        assert error in failed
     assert (faults / "worker-killed").exists() and "tried once more" in broken_log(broken, "controller")
     for name in ("image-outside", "image-by-dots", "image-by-link", "too-long"):
         assert "refused" in json.loads((faults / name).read_text()), (faults / name).read_text()

@@ -6,7 +6,7 @@ import pytest
 
 from agent.errors import InputError
 from agent.training import resume, run
-from agent.training.rundir import RunDir, append_jsonl, read_jsonl, write_json
+from agent.training.rundir import STEP_METRICS, RunDir, append_jsonl, read_jsonl, write_json
 from agent.training.watchdog import FIRST_LIMITS, Watchdog
 
 SAVED = {"mmqa": {"task": "digits", "seed": 1}, "trainer": {"total_training_steps": 40, "resume_mode": "disable"}}
@@ -79,6 +79,17 @@ def test_metrics_and_samples_keep_one_object_a_step(tmp_path):
     assert [one["step"] for one in read_jsonl(folder.attempt(2) / "superseded-metrics.jsonl")] == [4, 5]
     assert len(read_jsonl(folder.attempt(2) / "superseded-samples.jsonl")) == 4
     assert resume.supersede(folder, 3, attempt) == 0, "nothing more to move"
+
+
+def test_a_step_that_was_saved_and_not_logged_keeps_its_line(tmp_path):
+    folder = RunDir(tmp_path)
+    folder.new_attempt()
+    append_jsonl(folder.metrics, {"step": 1, "attempt": 1})
+    line = {"step": 2, "attempt": 1, "training/reward": 0.5}
+    write_json(folder.checkpoints / "global_step_2" / STEP_METRICS, line)
+    for attempt in (folder.new_attempt(), folder.new_attempt()):
+        resume.supersede(folder, 2, attempt)
+        assert read_jsonl(folder.metrics) == [{"step": 1, "attempt": 1}, line]
 
 
 def test_the_watchdog_speaks_when_a_phase_is_silent_too_long():

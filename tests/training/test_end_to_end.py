@@ -271,3 +271,24 @@ def test_an_export_gives_the_actors_log_probs_in_transformers_and_in_vllm(run, e
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     found = torch.tensor(json.loads((tmp_path / "found.json").read_text()))
     assert (found - loaded).abs().max().item() < 0.01
+
+
+def test_the_commands_of_the_resuming_guide(run, tmp_path):
+    """Those of docs/howto/resuming.md; going on after a fault and with two workers are tests of their own."""
+    guide = (HERE.parents[1] / "docs/howto/resuming.md").read_text().split("# In projects that call verl")[0]
+    shown = [line.strip() for line in re.findall(r"^mmqa .+$", guide, flags=re.MULTILINE)]
+    assert len(shown) >= 8
+    root = str(run["root"])
+    changes = {"runs/first": root, "my-model": str(tmp_path / "hf"), "--resume 20": "--resume 1 --steps 2"}
+    wanted = {"checkpoints": "whole", "export": "step ", "diagnose": "", "--resume auto$": "this run has finished"}
+    wanted["--resume 20 "] = "it goes on after step 1"
+    for pattern, said in wanted.items():
+        line = next(one for one in shown if re.search(pattern, one))
+        for old, new in changes.items():
+            line = line.replace(old, new)
+        env = {**os.environ, "PYTHONPATH": str(HERE)}
+        command = [sys.executable, "-m", "agent.cli", *line.split()[1:]]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=env)
+        assert done.returncode == 0 and said in done.stdout, (line, done.stdout, done.stderr)
+    metrics = jsonl(run["root"] / "metrics.jsonl")
+    assert [(one["step"], one["attempt"]) for one in metrics] == [(0, 1), (1, 1), (2, 2)]

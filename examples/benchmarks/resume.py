@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from rigs import spread
+from rigs import processes_of, spread
 
 from agent.training.rundir import RunDir, read_jsonl
-from agent.training.trainer import RUN_ENV
 
 SMALL = (
     "data.train_batch_size=4",
@@ -42,10 +41,9 @@ def events(run: RunDir, attempt: int, phase: str) -> list[dict[str, Any]]:
 def kill(run: RunDir, training: subprocess.Popen[bytes]) -> None:
     """End every process of this run at once, by its id."""
     training.kill()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(RUN_ENV) == str(run.root):
-                process.kill()
+    for process in processes_of(run):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
     training.wait()
     time.sleep(2.0)
 

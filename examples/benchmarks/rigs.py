@@ -13,8 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
+import psutil
 
+from agent.training.rundir import RunDir
 from agent.training.services import HOST, free_port
+from agent.training.trainer import RUN_ENV
 
 HERE = Path(__file__).parent
 KEY = "a-key-for-this-benchmark"
@@ -77,6 +80,14 @@ def gateway(folder: Path, model_url: str) -> Iterator[tuple[httpx.Client, subpro
         with httpx.Client(base_url=url, headers=headers, timeout=300.0, trust_env=False) as client:
             client.post("/api/models", json=[{"model": "m", "endpoint": model_url}]).raise_for_status()
             yield client, started
+
+
+def processes_of(run: RunDir) -> Iterator[psutil.Process]:
+    """The processes of a run, by the run directory in their environment; one that ends meanwhile is left out."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(RUN_ENV) == str(run.root):
+                yield process
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:

@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 
 import psutil
+from rigs import processes_of
 
 from agent.training.rundir import RunDir, read_jsonl
-from agent.training.trainer import RUN_ENV
 
 SHOWN = ("starting", "validating", "rollout", "step", "finished")
 
@@ -25,10 +25,9 @@ SHOWN = ("starting", "validating", "rollout", "step", "finished")
 def memory_of(run: RunDir) -> float:
     """PSS of all processes of a run, GB."""
     total = 0
-    for process in psutil.process_iter():
+    for process in processes_of(run):
         with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(RUN_ENV) == str(run.root):
-                total += process.memory_full_info().pss
+            total += process.memory_full_info().pss
     return total / 1e9
 
 

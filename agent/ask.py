@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from agent.answers import Answer, find
 from agent.chat import Chat, ChatError
-from agent.errors import RunFailed
+from agent.errors import InputError, RunFailed
 from agent.images import InlineImages
 from agent.loop import INLINE, AgentSettings, MultimodalQAAgent, Transcript
 
@@ -19,6 +20,18 @@ class Asked:
 
     replies: list[str]
     answer: Answer
+
+
+def check_address(url: str) -> None:
+    """Raise ``InputError`` if ``url`` is no http address with a host, and a port below 65536 if there is one."""
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        why = "" if good else "no http:// or https:// address"
+    except ValueError as error:
+        why = str(error)
+    if why:
+        raise InputError(f"--url {url!r}: {why}; write for example http://127.0.0.1:8000/v1")
 
 
 def ask(
@@ -35,6 +48,10 @@ def ask(
     ``url`` ends in "/v1". Raises ``ImageError`` for a picture that cannot be used, ``RunFailed`` if the endpoint does
     not answer.
     """
+    key = key.strip()  # a line end that came along from a file
+    if not key.isascii() or not key.isprintable():
+        raise InputError("the key in OPENAI_API_KEY has characters that no HTTP header may hold; set it again")
+    check_address(url)
     settings = settings or AgentSettings(allow_remote_images=True)
     row = {"question": question, "images": [InlineImages().put(image)]}
     transcript = Transcript()
@@ -46,5 +63,6 @@ def ask(
     try:
         asyncio.run(main())
     except ChatError as error:
-        raise RunFailed(f"{url}: {error}") from None
+        hint = "; should the address end in /v1?" if "HTTP 404" in str(error) and not url.endswith("/v1") else ""
+        raise RunFailed(f"{url}: {error}{hint}") from None
     return Asked(transcript.replies, find(transcript.replies[-1]))

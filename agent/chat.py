@@ -52,7 +52,7 @@ def usable(payload: Any) -> tuple[str, str] | None:
         tokens = (payload.get("usage") or {}).get("completion_tokens")
     except (KeyError, IndexError, TypeError, AttributeError):
         return None
-    if reason not in _FINISHED or (tokens == 0 and not text):
+    if reason not in _FINISHED or not isinstance(text, str) or (tokens == 0 and not text):
         return None
     return text, reason
 

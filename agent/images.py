@@ -79,6 +79,8 @@ def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Ima
 
 def inside(root: Path, path: str | Path) -> Path:
     """``path`` (relative to ``root`` or absolute) with links resolved; ``ImageError`` if it lies outside ``root``."""
+    if "\0" in str(path):
+        raise ImageError(f"image {str(path)!r}: a file name cannot hold a NUL character; check the path in the row")
     real, base = (root / path).resolve(), root.resolve()
     if not real.is_relative_to(base):
         raise ImageError(f"image {path}: outside the data root {base}; move it there or choose another data root")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,8 +31,11 @@ def probe_engine(
 
     Exit code 1 if an engine under cache_safe_rollout()'s settings did not hold where the gate says it does.
     """
-    if out is not None and not out.parent.is_dir():
-        raise InputError(f"--out: no such folder: {out.parent}")
+    if out is not None:
+        if not out.parent.is_dir():
+            raise InputError(f"--out: no such folder: {out.parent}")
+        if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+            raise InputError(f"--out {out}: not a file that can be written; name one")
     notes = Console(stderr=True)
     report = probe.run(only=tuple(only or ()), report=lambda line: notes.print(line, highlight=False), keep_logs=logs)
     text = json.dumps(report, indent=1)

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from agent.errors import RunFailed
+
 
 def register(app: typer.Typer) -> None:
     """Add this part's commands to ``mmqa``."""
@@ -16,7 +18,12 @@ def report(run: Annotated[str, typer.Argument(metavar="RUN", help="A run directo
     """Write report.html into a run directory: curves, what rose, and rollouts with their pictures."""
     from agent.report.html import render
     from agent.training.checkpoints import open_run
+    from agent.training.rundir import write_text
 
     found = open_run(run)
-    found.report.write_text(render(found), encoding="utf-8")
+    text = render(found)
+    try:
+        write_text(found.report, text)
+    except OSError as error:
+        raise RunFailed(f"{found.report}: {error.strerror}; the report could not be written") from None
     typer.echo(str(found.report))

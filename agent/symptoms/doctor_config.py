@@ -81,7 +81,10 @@ def parse(text: str, name: str) -> dict[str, Any]:
         where = f" line {mark.line + 1}" if mark else ""
         raise InputError(f"{name}{where}: not valid YAML ({getattr(error, 'problem', None) or error})") from None
     if isinstance(value, Mapping):
-        return _expanded(value)
+        try:
+            return _expanded(value)
+        except RecursionError:
+            raise InputError(f"{name}: an anchor in it holds itself; write its keys out") from None
     overrides = _overrides(value if isinstance(value, list) else text)
     if not overrides:
         raise InputError(f"{name}: neither a YAML mapping nor lines of the form key=value")

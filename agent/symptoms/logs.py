@@ -92,6 +92,8 @@ def encoding_of(head: bytes, name: str) -> str | None:
 @contextmanager
 def open_log(source: Source) -> Iterator[Readable]:
     """The log's bytes as UTF-8. Raises ``InputError`` if it cannot be read, is empty or is no text."""
+    if str(source.path) == "-" and sys.stdin is None:
+        raise InputError("standard input is closed; give a log, a run directory, or a log through a pipe")
     try:
         stream = sys.stdin.buffer if str(source.path) == "-" else source.path.open("rb")
     except OSError as error:

@@ -148,7 +148,7 @@ def read_rows(path: Path) -> list[Row]:
     if not path.is_file():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n"):
         try:
             row = json.loads(line)
         except ValueError:
@@ -170,7 +170,8 @@ def look(run: Path, versions: dict[str, str]) -> list[Sign]:
     """Silent symptoms of a run directory: metrics, then the hazards of its config that end in no log line."""
     config = read_config(run / "config.yaml")
     project = config.get("mmqa")
-    gap = project.get("max_logprob_gap", GAP) if isinstance(project, dict) else GAP
+    gap = project.get("max_logprob_gap") if isinstance(project, dict) else None
+    gap = gap if isinstance(gap, int | float) else GAP
     rows = read_rows(run / "metrics.jsonl")
     found = [Sign(one.slug, one.line, one.text, attempt=_attempt(rows, one.line)) for one in signs(rows, gap)]
     if config:

@@ -20,18 +20,22 @@ def load(name: str) -> Task:
 
     Raises ``InputError``, with the nearest name.
     """
-    if name not in NAMES and ("." in str(name) or find_spec(str(name)) is not None):
+    name = str(name)
+    if name not in NAMES and ("." in name or find_spec(name) is not None):
         try:
+            if name.startswith("."):
+                raise ImportError("a dotted path from the top is needed")
             own = import_module(name)
-        except ImportError as error:
+        except Exception as error:  # it is the user's own code
             raise InputError(
-                f"task module {name!r} cannot be imported ({error}); is its folder on PYTHONPATH?"
+                f"task module {name!r} cannot be imported ({type(error).__name__}: {error}); "
+                "is its folder on PYTHONPATH?"
             ) from None
         if missing := [one for one in ("NAME", "ANSWERS", "samples") if not hasattr(own, one)]:
             raise InputError(f"task module {name!r} has no {missing[0]}; see agent/tasks/base.py")
         return cast(Task, own)
     if name not in NAMES:
-        near = difflib.get_close_matches(str(name), NAMES, n=1)
+        near = difflib.get_close_matches(name, NAMES, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise InputError(f"unknown task {name!r} (known: {', '.join(NAMES)}){hint}")
     return cast(Task, import_module(f"agent.tasks.{name}"))

@@ -41,30 +41,37 @@ def parse(line: str, where: str) -> dict[str, Any]:
     images = row.get("images", [row["image"]] if isinstance(row.get("image"), str) else None)
     if not isinstance(images, list) or not images or not all(isinstance(one, str) for one in images):
         raise InputError(f"{where}: key 'images' must be a list of file names, for example [\"photos/42.jpg\"]")
-    return {**row, "images": images}
+    allowed = row.get("allowed") or []
+    if not isinstance(allowed, list):
+        raise InputError(f'{where}: key \'allowed\' must be a list of answers, for example ["yes", "no"]')
+    return {**row, "images": images, "allowed": [str(one) for one in allowed]}
 
 
 def samples(split: str, count: int, seed: int) -> Iterator[Sample]:
     """Yield at most ``count`` rows of ``<split>.jsonl`` in the file's order (the trainer shuffles)."""
     if data_root is None:
         raise InputError("the folder task needs mmqa.data_root=FOLDER (with train.jsonl and val.jsonl in it)")
-    file = Path(data_root) / f"{split}.jsonl"
+    root = Path(str(data_root))
+    file = root / f"{split}.jsonl"
     if not file.is_file():
         raise InputError(f"{file}: not found; the folder task reads train.jsonl and val.jsonl from mmqa.data_root")
-    with file.open(encoding="utf-8") as lines:
-        number = 0
-        for position, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            if number >= count:
-                return
-            row = parse(line, f"{file.name} line {position}")
-            number += 1
-            extra = {"allowed": [str(one) for one in row["allowed"]]} if row.get("allowed") else {}
-            yield Sample(
-                str(row.get("id", f"{split}-{position}")),
-                row["question"],
-                row["answer"],
-                tuple(str(inside(Path(data_root), one)) for one in row["images"]),
-                extra,
-            )
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        why = "not a text in UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise InputError(f"{file}: {why}") from None
+    number = 0
+    for position, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if number >= count:
+            return
+        row = parse(line, f"{file.name} line {position}")
+        number += 1
+        yield Sample(
+            str(row.get("id", f"{split}-{position}")),
+            row["question"],
+            row["answer"],
+            tuple(str(inside(root, one)) for one in row["images"]),
+            {"allowed": row["allowed"]} if row["allowed"] else {},
+        )

@@ -196,6 +196,8 @@ def export(run: RunDir, out: Path, step: str | None = None) -> Checkpoint:
     Raises ``InputError`` for a wrong step or a folder that is not empty, ``RunFailed`` if the merger fails.
     """
     chosen = choose(run, step)
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out}: a file; choose a folder for --out")
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out}: not empty; choose another --out")
     dtype = own_dtype(run)

@@ -8,11 +8,11 @@ import typer
 
 Preset = Annotated[str, typer.Option(help="Name of a preset, or the path of a YAML file.")]
 TrainPreset = Annotated[
-    str | None, typer.Option(help="Name of a preset, or the path of a YAML file [default: cpu, or the run's own].")
+    str | None, typer.Option(help="Name of a preset, or the path of a YAML file (default: cpu, or the run's own).")
 ]
 
 
-RunDirOption = Annotated[str | None, typer.Option(help="Where the run is kept [default: runs/<preset>-<task>-<time>].")]
+RunDirOption = Annotated[str | None, typer.Option(help="Where the run is kept (default: runs/<preset>-<task>-<time>).")]
 Steps = Annotated[int | None, typer.Option(help="Training steps (same as trainer.total_training_steps=...).")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]")]
 
@@ -33,7 +33,7 @@ def train(
     task: Annotated[str | None, typer.Option(help="circles, digits or folder (same as mmqa.task=...).")] = None,
     steps: Steps = None,
     resume: Annotated[
-        str | None, typer.Option(help="Go on with the run in --run-dir: auto, or a step; never: refuse [default: ask].")
+        str | None, typer.Option(help="Go on with the run in --run-dir: auto, or a step; never: refuse (default: ask).")
     ] = None,
     dry_run: Annotated[bool, typer.Option(help="Compose and check the configuration, start nothing.")] = False,
 ) -> None:
@@ -41,9 +41,7 @@ def train(
     from agent.training import run
 
     if dry_run:
-        from omegaconf import OmegaConf
-
-        typer.echo(OmegaConf.to_yaml(run.plan(preset or "cpu", overrides or (), task=task, steps=steps), resolve=False))
+        typer.echo(run.dry_run(preset, overrides or (), run_dir=run_dir, task=task, steps=steps))
         return
     run.train(preset, overrides or (), run_dir=run_dir, task=task, steps=steps, resume=resume)
 
@@ -52,7 +50,7 @@ def config(
     overrides: Overrides = None,
     preset: Preset = "cpu",
     everything: Annotated[bool, typer.Option("--all", help="The whole composed configuration.")] = False,
-    vllm: Annotated[str | None, typer.Option(help="A vLLM version [default: the installed one].")] = None,
+    vllm: Annotated[str | None, typer.Option(help="A vLLM version (default: the installed one).")] = None,
 ) -> None:
     """Print the resolved rollout section of a preset, to copy into another project."""
     from omegaconf import OmegaConf
@@ -113,7 +111,7 @@ def checkpoints(
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
     out: Annotated[str, typer.Option(help="The folder to write; must not exist or be empty.")],
-    step: Annotated[str | None, typer.Option(help="A step, or best [default: the newest whole one].")] = None,
+    step: Annotated[str | None, typer.Option(help="A step, or best (default: the newest whole one).")] = None,
 ) -> None:
     """Write a Hugging Face folder from a checkpoint, through verl's model merger (in the model's own precision)."""
     from pathlib import Path

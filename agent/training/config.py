@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,31 @@ MMQA_DEFAULTS: dict[str, Any] = {
 }
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-6 is a number and 2026-11-29 a text, as in YAML 1.2 and OmegaConf (PyYAML speaks 1.1)."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, shape) for tag, shape in found if tag != "tag:yaml.org,2002:timestamp"]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
+)
+
+
+@contextlib.contextmanager
+def readable_errors() -> Iterator[None]:
+    """OmegaConf's complaints (an unclosed ``${``, a reference to nothing) as ``InputError``."""
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        yield
+    except OmegaConfBaseException as error:
+        key = f"{error.full_key}: " if getattr(error, "full_key", None) else ""
+        raise InputError(f"configuration: {key}{str(error).splitlines()[0]}") from None
+
+
 def presets_dir() -> Path:
     """The folder of presets: inside an installed package, else ``examples/configs`` of the checkout."""
     inside = Path(agent.__file__).parent / "presets"
@@ -74,7 +100,7 @@ def read_preset(name: str) -> tuple[dict[str, Any], str]:
 def load_yaml(path: Path) -> dict[str, Any]:
     """A YAML mapping; ``InputError`` names the file and line otherwise."""
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+        value = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except UnicodeDecodeError:
         raise InputError(f"{path}: not a text file in UTF-8") from None
     except OSError as error:
@@ -112,11 +138,9 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         if not equals or not key or any(not part for part in key.split(".")):
             raise InputError(f"override {one!r} is not of the form key=value (for example data.train_batch_size=16)")
         try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
+            value = yaml.load(text, Loader=_Loader)
+        except (yaml.YAMLError, ValueError):
             raise InputError(f"override {one!r}: the value is not valid YAML; quote it") from None
-        if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-            value = float(value)  # YAML 1.1 reads "4e-4" as text
         node = result
         *parents, last = key.split(".")
         for parent in parents:
@@ -127,6 +151,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     return result
 
 
+@readable_errors()
 def compose(preset: str, overrides: Sequence[str] = (), *, vllm_version: str | None = None) -> Any:
     """The configuration of a run, as an OmegaConf ``DictConfig`` with every interpolation still in place.
 
@@ -140,57 +165,93 @@ def compose(preset: str, overrides: Sequence[str] = (), *, vllm_version: str | N
     known: Any = OmegaConf.to_container(base, resolve=False)
     layer, source = read_preset(preset)
     schema.refuse_unknown(layer, known, f"preset {source}")
+    _check_kinds(known, layer, f"preset {source}")
     given = parse_overrides(overrides)
     merged: Any = OmegaConf.to_container(OmegaConf.merge(base, layer), resolve=False)
     schema.refuse_unknown(given, merged, "the command line")
+    _check_kinds(known, given, "the command line")
     safe = _cache_safe({**MMQA_DEFAULTS["cache"], **_cache_keys(layer), **_cache_keys(given)}, vllm_version)
-    config = OmegaConf.merge(base, layer, {"actor_rollout_ref": {"rollout": safe}} if safe else {}, given)
-    _check_kinds(known, given)
-    # what this package's trainer depends on, whatever a preset says
+    return _derived(OmegaConf.merge(base, layer, _rollout(safe), given))
+
+
+def _rollout(settings: dict[str, Any]) -> dict[str, Any]:
+    return {"actor_rollout_ref": {"rollout": settings}} if settings else {}
+
+
+def _derived(config: Any) -> Any:
+    """What follows from other keys, whatever a preset or an override says: this package's trainer depends on it."""
     config.agentlightning.trace_aggregator.level = "transition"
     config.agentlightning.local.agent_class = config.mmqa.agent_class
     if not config.agentlightning.local.env_map:
         config.agentlightning.local.env_map = {"MMQA_ROW": "input"}
-    return _own_retention(config)
-
-
-def _own_retention(config: Any) -> Any:
-    """verl's count forgets the checkpoints of earlier processes; this package's looks at the folder."""
+    # verl's count forgets the checkpoints of earlier processes; this package's looks at the folder
     if config.trainer.max_actor_ckpt_to_keep is not None:
         config.mmqa.keep_checkpoints = config.trainer.max_actor_ckpt_to_keep
         config.trainer.max_actor_ckpt_to_keep = None
     return config
 
 
-def recompose(saved: Path, overrides: Sequence[str] = ()) -> Any:
-    """The configuration that a run was begun with, with ``overrides``. Raises ``InputError`` as ``compose``."""
+@readable_errors()
+def recompose(saved: Path, overrides: Sequence[str] = (), *, vllm_before: str | None = None) -> Any:
+    """The configuration that a run was begun with, with ``overrides``. Raises ``InputError`` as ``compose``.
+
+    ``vllm_before``: the vLLM version of the run's last attempt. Its cache-safe settings give way to those of the
+    installed version and of ``mmqa.cache``.
+    """
     from omegaconf import OmegaConf
 
     config = OmegaConf.create(load_yaml(saved))
     known: Any = OmegaConf.to_container(config, resolve=False)
     given = parse_overrides(overrides)
     schema.refuse_unknown(given, known, "the command line")
-    _check_kinds(known, given)
-    return _own_retention(OmegaConf.merge(config, given))
+    _check_kinds(known, given, "the command line")
+    kept = {**MMQA_DEFAULTS["cache"], **_cache_keys(known)}
+    before, now = _cache_safe(kept, vllm_before), _cache_safe({**kept, **_cache_keys(given)}, None)
+    if before != now:
+        defaults: Any = OmegaConf.to_container(upstream_defaults().actor_rollout_ref.rollout, resolve=False)
+        _take_back(known["actor_rollout_ref"]["rollout"], before, defaults)
+        config = OmegaConf.create(known)
+    return _derived(OmegaConf.merge(config, _rollout(now if before != now else {}), given))
 
 
-def _check_kinds(known: Any, given: Any, path: str = "") -> None:
-    """A number where the default is a number, a bool where it is a bool (a default of null takes anything)."""
+def _take_back(settings: dict[str, Any], added: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Undo in ``settings`` what was ``added``, where it was not changed since."""
+    for key, value in added.items():
+        default = defaults.get(key) if isinstance(defaults, dict) else None
+        if isinstance(value, dict) and isinstance(settings.get(key), dict):
+            _take_back(settings[key], value, default or {})
+        elif settings.get(key) == value and default is None:
+            del settings[key]
+        elif settings.get(key) == value:
+            settings[key] = default
+
+
+def _check_kinds(known: Any, given: Any, where: str, path: str = "") -> None:
+    """A number where the default is a number, a bool where it is a bool, a section where it is a section.
+
+    A default of null takes anything; so does one that refers to another key. Raises ``InputError``.
+    """
     for key, value in given.items():
         default = known.get(key) if isinstance(known, dict) else None
         full = f"{path}.{key}" if path else str(key)
+        refers = isinstance(default, str) and default.startswith("${")
         if isinstance(value, dict):
-            _check_kinds(default if isinstance(default, dict) else {}, value, full)
+            if default is not None and not refers and not isinstance(default, dict):
+                raise InputError(f"{full} in {where}: a section, where the default is the value {default!r}")
+            _check_kinds(default if isinstance(default, dict) else {}, value, where, full)
             continue
+        if isinstance(default, dict) and default and not str(value).startswith("${"):
+            raise InputError(f"{full}={value} in {where}: expected a section with keys of its own")
         if isinstance(default, bool):
             good = isinstance(value, bool)
         elif isinstance(default, int | float):
-            good = isinstance(value, int | float) and not isinstance(value, bool)
-            good = good and (isinstance(default, float) or float(value).is_integer())
+            whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+            good = not isinstance(value, bool) and (whole or (isinstance(default, float) and isinstance(value, float)))
         else:
             continue
         if not good and not (isinstance(value, str) and value.startswith("${")) and value is not None:
-            raise InputError(f"{full}={value}: expected {type(default).__name__} as in the default {default}")
+            kind = type(default).__name__
+            raise InputError(f"{full}={value} in {where}: expected {kind} as in the default {default}")
 
 
 def _cache_keys(layer: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from PIL import Image
 from agent import tasks
 from agent.errors import InputError
 from agent.images import ImageError, ImageStore
-from agent.training.rundir import RunDir
+from agent.training.rundir import RunDir, read_jsonl, write_jsonl
 
 MAX_ROW_BYTES = 100_000  # a row travels in one environment variable; Linux refuses 131,072 bytes and more
 
@@ -26,16 +26,24 @@ def build_rows(
     *,
     blank: bool = False,
     data_root: str | None = None,
+    most_images: int | None = None,
 ) -> list[dict[str, Any]]:
     """Make the rows of one split. ``blank``: every picture is replaced by a white one of its size.
 
-    Raises ``InputError`` naming the row for a picture that cannot be used, a row that is too large, an empty split.
+    ``most_images``: in one row. Raises ``InputError`` naming the row for a picture that cannot be used or is one too
+    many, a row that is too large, an empty split.
     """
     task = tasks.load(task_name)
     if task_name == "folder":
-        task.data_root = Path(data_root) if data_root else None  # type: ignore[attr-defined]
+        task.data_root = Path(str(data_root)) if data_root else None  # type: ignore[attr-defined]
     rows = []
     for sample in task.samples(split, count, seed):
+        if most_images is not None and len(sample.images) > most_images:
+            limit = "actor_rollout_ref.rollout.engine_kwargs.vllm.limit_mm_per_prompt.image"
+            raise InputError(
+                f"{split} row {sample.id}: {len(sample.images)} pictures, the engine takes {most_images} from a row; "
+                f"raise {limit} (each turn of mmqa.agent.max_turns after the first needs one more)"
+            )
         try:
             references = [_put(store, image, blank) for image in sample.images]
         except ImageError as error:
@@ -67,6 +75,13 @@ def _put(store: ImageStore, image: Image.Image | str, blank: bool) -> str:
     return store.put(Image.new("RGB", store.open(reference).size, "white"))
 
 
+def images_in_a_row(config: Any) -> int | None:
+    """How many pictures of a row the engine takes: its limit for a prompt, less those that zooming adds; None: any."""
+    limits = config.actor_rollout_ref.rollout.engine_kwargs.vllm.get("limit_mm_per_prompt") or {}
+    limit = limits.get("image")
+    return None if limit is None else int(limit) - (int(config.mmqa.agent.max_turns) - 1)
+
+
 def write_rows(run: RunDir, config: Any, report: Callable[[str], None] = lambda line: None) -> dict[str, int]:
     """Build both splits of a run and write them below ``data/``; returns the row counts."""
     settings = config.mmqa
@@ -81,10 +96,40 @@ def write_rows(run: RunDir, config: Any, report: Callable[[str], None] = lambda 
             store,
             blank=settings.blank_images,
             data_root=settings.data_root,
+            most_images=images_in_a_row(config),
         )
-        path = run.rows(split)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        write_jsonl(run.rows(split), rows)
         counts[split] = len(rows)
     report(f"rows: {counts['train']} to train on, {counts['val']} held out; pictures in {run.images}")
     return counts
+
+
+def follow_move(run: RunDir) -> int:
+    """Point the rows of a run directory that was moved at its image store as it lies now; returns how many changed.
+
+    Raises ``InputError`` if a picture did not come along.
+    """
+    changed = 0
+    for split in ("train", "val"):
+        rows = read_jsonl(run.rows(split))
+        moved = 0
+        for row in rows:
+            before = row["images"]
+            row["images"] = [_followed(run, reference) for reference in before]
+            moved += row["images"] != before
+        if moved:
+            write_jsonl(run.rows(split), rows)
+        changed += moved
+    return changed
+
+
+def _followed(run: RunDir, reference: str) -> str:
+    path = Path(reference.removeprefix("file://"))
+    if not reference.startswith("file://") or path.parent == run.images.resolve():
+        return reference
+    here = run.images.resolve() / path.name
+    if not here.exists():
+        raise InputError(
+            f"{run.root}: the picture {path.name} of its rows is not in {run.images}; move the whole folder"
+        )
+    return f"file://{here}"

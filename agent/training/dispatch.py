@@ -32,7 +32,7 @@ import httpx
 import uvloop
 
 from agent.training import pooled_http
-from agent.training.dispatch_pool import Job, Pool
+from agent.training.dispatch_pool import SPAWN_FAILED, Job, Pool, PoolClosed
 from agent.training.dispatch_worker import load_class, wants_isolation
 
 log = logging.getLogger("dispatch")
@@ -43,6 +43,7 @@ QUIET_POLL_SECONDS = 1.0  # the same where new rollouts are announced by the doo
 RECONCILE_SECONDS = 2.0  # between two looks whether running rollouts still exist at the gateway
 SHUTDOWN_SECONDS = 10.0  # for the last reports to the gateway
 SHUTDOWN = "local controller shutdown"  # Agent Lightning's words
+LOST = "the controller does not run this rollout: it lost it, or was started anew"
 
 
 def ring(path: str | None = None) -> None:
@@ -128,6 +129,7 @@ class Dispatcher:
         self._background: set[asyncio.Task[None]] = set()
         self._claimed: set[str] = set()  # taken from the gateway and not yet reported back
         self._beginning: set[str] = set()  # those of them that the gateway still lists as queuing
+        self._unknown: set[str] = set()  # running at the gateway and not here, at the last look
         self._waiting = False  # whether more wait at the gateway than there were slots
         self._look = asyncio.Event()  # look for rollouts now
         self._stop = asyncio.Event()
@@ -139,17 +141,21 @@ class Dispatcher:
     # -- life -------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until ``stop``; then cancel what runs and report it FAILED."""
+        """Serve until ``stop``; then cancel what runs and report it FAILED. Raises what ends one of its loops."""
         self._pool.open()
         log.info("serving %s with %d workers, %d slots", self._gateway, self._pool.count, self._slots)
         tasks = [asyncio.create_task(one) for one in (self._poll_loop(), self._care_loop())]
+        stop = asyncio.create_task(self._stop.wait())
         with self._listening():
             try:
-                await self._stop.wait()
+                await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
+                for task in tasks:  # neither ends by itself; without one of them rollouts would wait for ever
+                    if task.done():
+                        task.result()
             finally:
-                for task in tasks:
+                for task in (stop, *tasks):
                     task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await asyncio.gather(stop, *tasks, return_exceptions=True)
                 await self._shutdown()
 
     def stop(self) -> None:
@@ -223,7 +229,7 @@ class Dispatcher:
             environ = rollout_environ(rollout, self._gateway, self._key, 0)
             isolated = self._needs_isolation(local["agent_class"])
         except Exception as error:
-            await self._patch(name, "failed", f"local subprocess spawn failed: {error}")
+            await self._patch(name, "failed", f"{SPAWN_FAILED}: {error}")
             self._release(name)
             return
         running = await self._patch(name, "running", attempt=0)
@@ -234,8 +240,10 @@ class Dispatcher:
         job = Job(name, local["agent_class"], environ, time.monotonic() + timeout)
         try:
             self._pool.start(job, isolated=isolated)
-        except RuntimeError:  # stopped meanwhile
+        except PoolClosed:  # stopped meanwhile
             await self._report(job, SHUTDOWN)
+        except Exception as error:
+            await self._report(job, f"{SPAWN_FAILED}: {type(error).__name__}: {error}")
 
     def _needs_isolation(self, path: str) -> bool:
         if path not in self._isolation:
@@ -248,15 +256,22 @@ class Dispatcher:
             status["error_message"] = error
         if attempt is not None:
             status["last_attempt_id"] = str(attempt)
+        tried, problem = False, ""
         for wait in (0.1, 0.5, 2.0, None):
             try:
                 response = await self._client.patch(f"/api/rollouts/{rollout}", json={"status": status})
-            except httpx.TransportError as problem:
+                problem = f"HTTP {response.status_code}" if response.status_code >= 500 else ""
+            except httpx.TransportError as error:
+                response, problem = None, f"{type(error).__name__}: {error}"
+            if response is None or problem:
                 if wait is None:
                     log.warning("[rollout %s] cannot report %s: %s", rollout, state, problem)
                     return False
+                tried = True
                 await asyncio.sleep(wait)
                 continue
+            if response.status_code == 409 and tried:  # the first report had arrived, its answer had not
+                return True
             if response.status_code == 404:
                 log.warning("[rollout %s] unknown to the gateway: it was deleted, or the gateway restarted", rollout)
                 return False
@@ -302,10 +317,12 @@ class Dispatcher:
                     await self._reconcile()
 
     async def _reconcile(self) -> None:
-        """Cancel rollouts that the gateway no longer has, or has ended itself."""
+        """Cancel rollouts that the gateway no longer has or has ended; fail those that run at the gateway alone.
+
+        The trainer waits for each rollout until the gateway calls it ended. One that this controller does not know, in
+        two looks one after the other, will never end by itself.
+        """
         before = {job.rollout for job in self._pool.jobs()}
-        if not before:
-            return
         params = {"state_in": "running", "limit": "1000000"}
         response = await self._client.get("/api/rollouts", params=params)
         response.raise_for_status()
@@ -314,6 +331,11 @@ class Dispatcher:
             if job.rollout in before - known:
                 log.warning("[rollout %s] no longer running at the gateway (deleted, or it restarted)", job.rollout)
                 self._pool.cancel(job, "the rollout is gone from the gateway")
+        unknown = known - self._claimed
+        for rollout in unknown & self._unknown:
+            log.warning("[rollout %s] running at the gateway alone; it is reported as failed", rollout)
+            await self._patch(rollout, "failed", LOST)
+        self._unknown = unknown
 
 
 async def serve(gateway: str, key: str, slots: int) -> None:

@@ -27,6 +27,11 @@ RECYCLE_BYTES = 1_500_000_000  # or when its memory has grown to this
 PING_SECONDS, DEAF_SECONDS = 2.0, 30.0  # a worker that has not answered a ping for so long is taken for hung
 CANCEL_SECONDS = 5.0  # how long a cancelled agent may take to end
 TIMED_OUT = "local subprocess timed out"  # Agent Lightning's words
+SPAWN_FAILED = "local subprocess spawn failed"  # likewise
+
+
+class PoolClosed(RuntimeError):
+    """The pool has ended its processes and takes no more jobs."""
 
 
 @dataclass
@@ -100,9 +105,9 @@ class Pool:
         return shared + [job for job, _ in self._isolated.values()]
 
     def start(self, job: Job, *, isolated: bool) -> None:
-        """Run a job; ``RuntimeError`` if the pool is closed."""
+        """Run a job. Raises ``PoolClosed``, and what keeps the system from starting a process (``OSError`` ...)."""
         if self._closed:
-            raise RuntimeError("the controller is stopping")
+            raise PoolClosed("the controller is stopping")
         if isolated:
             self._start_isolated(job)
         else:
@@ -137,12 +142,24 @@ class Pool:
     def _start_worker(self) -> WorkerHandle:
         ours, theirs = socket.socketpair()
         process = self._context.Process(target=dispatch_worker.worker_main, args=(theirs,), daemon=True)
-        process.start()
-        theirs.close()
+        try:
+            process.start()
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         worker = WorkerHandle(process, ours)
         self._workers.append(worker)
         worker.serving = asyncio.get_running_loop().create_task(self._serve(worker))
         return worker
+
+    def _replace_worker(self) -> None:
+        """Start a worker in place of one that ends; where the system cannot now, the next job tries again."""
+        try:
+            self._start_worker()
+        except Exception as error:  # no process or no descriptor to be had
+            log.error("no new worker: %s: %s", type(error).__name__, error)
 
     def _assign(self, job: Job) -> None:
         open_workers = [worker for worker in self._workers if not worker.retiring]
@@ -189,7 +206,7 @@ class Pool:
     def _retire(self, worker: WorkerHandle, why: str) -> None:
         log.info("worker %d is recycled: %s", worker.process.pid, why)
         worker.retiring = True
-        self._start_worker()
+        self._replace_worker()
         if not worker.jobs:
             self._kill(worker)
 
@@ -208,7 +225,7 @@ class Pool:
         code = worker.process.exitcode
         log.warning("worker %d is lost (%s); %d rollouts with it", worker.process.pid, why or f"code {code}", len(jobs))
         if not worker.retiring:
-            self._start_worker()
+            self._replace_worker()
         for job in jobs:
             if job.cancelled is None and job.attempt == 0:
                 self._again(job)
@@ -221,7 +238,10 @@ class Pool:
         for name in ("AGL_OPENAI_BASE_URL", "AGL_EVENT_URL"):
             job.environ[name] = job.environ[name].replace("/attempt/0/", "/attempt/1/")
         log.info("[rollout %s] tried once more", job.rollout)
-        self._assign(job)
+        try:
+            self._assign(job)
+        except Exception as error:
+            self._end(job, f"{SPAWN_FAILED}: {type(error).__name__}: {error}")
 
     # -- agents in a process of their own ---------------------------------------------------------------------------
 

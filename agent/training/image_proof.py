@@ -8,7 +8,11 @@ pixels they agree with the log-probs of the engine, which saw the pictures when 
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
+
+_NOT_NUMBERS = "the actor's or the engine's log-probs are not numbers (nan)"
+_WHERE_NUMBERS_GO = "the weights are damaged, or overflow in this dtype; load them in float32 or bfloat16"
 
 
 def _response_mask(batch: Any) -> Any:
@@ -68,6 +72,8 @@ def problem(proof: dict[str, Any], images_expected: bool, max_gap: float) -> str
                 f"{missing} of {proof['rows']} rows reached the actor without pixel tensors: the model would be "
                 "trained on text alone; look for '[multimodal-patch]' lines in trainer.log"
             )
+        if math.isnan(proof["blank_shift_max"]):
+            return f"{_NOT_NUMBERS} when the pixels are blanked: {_WHERE_NUMBERS_GO}"
         if proof["blank_shift_max"] < 1e-6:
             return (
                 "the actor's log-probs do not change when the pixels are blanked: the vision tensors are not in its "
@@ -76,6 +82,8 @@ def problem(proof: dict[str, Any], images_expected: bool, max_gap: float) -> str
     gap = proof.get("training/logprob_gap_mean")
     if gap is None:
         return "the engine returned no log-probs; set default_proxy.include_log_probs=True on the gateway"
+    if math.isnan(gap):
+        return f"{_NOT_NUMBERS}: {_WHERE_NUMBERS_GO}"
     if gap > max_gap:
         return (
             f"the actor's log-probs differ from the engine's by {gap:.3f} nats a token (limit mmqa.max_logprob_gap = "

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
+import math
 import os
 import shutil
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from agent.errors import InputError
+from agent.training import schema
+from agent.training.tiny_vlm import is_cached_path
 
 # distribution, range that works, why, symptom
 NEEDED = (
@@ -54,7 +60,6 @@ def check_versions(backend: str) -> None:
 def check_batch(config: Any) -> None:
     """Raise ``InputError`` for batch sizes that do not fit together (verl would fail minutes later)."""
     data, rollout, actor = config.data, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
     batch, mini, n = data.train_batch_size, actor.ppo_mini_batch_size, rollout.n
     numbers = {
         "data.train_batch_size": batch,
@@ -64,10 +69,18 @@ def check_batch(config: Any) -> None:
         "mmqa.train_samples": config.mmqa.train_samples,
         "mmqa.val_samples": config.mmqa.val_samples,
         "trainer.n_gpus_per_node": config.trainer.n_gpus_per_node,
+        "trainer.nnodes": config.trainer.nnodes,
+        "data.max_prompt_length": data.max_prompt_length,
+        "data.max_response_length": data.max_response_length,
+        "mmqa.max_pixels": config.mmqa.max_pixels,
+        "mmqa.controller_slots": config.mmqa.controller_slots,
+        "mmqa.agent.max_tokens": config.mmqa.agent.max_tokens,
+        "mmqa.agent.max_turns": config.mmqa.agent.max_turns,
     }
     for key, value in numbers.items():
         if not isinstance(value, int) or value < 1:
             raise InputError(f"{key}={value}: must be a whole number of at least 1")
+    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
     slug = "batch-size-assertions"
     if batch % mini:
         raise InputError(
@@ -83,6 +96,16 @@ def check_batch(config: Any) -> None:
             "multiple",
             slug=slug,
         )
+    optional = {
+        "actor_rollout_ref.rollout.max_model_len": rollout.max_model_len,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": actor.ppo_micro_batch_size_per_gpu,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": rollout.log_prob_micro_batch_size_per_gpu,
+        "mmqa.keep_checkpoints": config.mmqa.keep_checkpoints or None,  # 0: all
+        "data.seed": data.seed or None,
+    }
+    for key, value in optional.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise InputError(f"{key}={value}: must be a whole number of at least 1, or null")
     if not actor.use_dynamic_bsz:
         for key, micro in (
             ("actor.ppo_micro_batch_size_per_gpu", actor.ppo_micro_batch_size_per_gpu),
@@ -112,6 +135,97 @@ def check_batch(config: Any) -> None:
         )
 
 
+def check_own(config: Any) -> None:
+    """Raise ``InputError`` for a value of this package's own keys, or of verl's that it reads, outside its range."""
+    own = config.mmqa
+    if own.controller not in (known := ("local", "agl")):
+        near = difflib.get_close_matches(str(own.controller), known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise InputError(f"mmqa.controller={own.controller}: must be local or agl{hint}")
+    if not isinstance(own.seed, int):
+        raise InputError(f"mmqa.seed={own.seed}: must be a whole number")
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    choices = {  # what this package runs on
+        "actor_rollout_ref.rollout.name": (rollout.name, ("vllm",)),
+        "actor_rollout_ref.actor.strategy": (actor.strategy, ("fsdp2", "fsdp")),
+        "algorithm.adv_estimator": (config.algorithm.adv_estimator, schema.advantage_estimators()),
+    }
+    for key, (value, known) in choices.items():
+        if known and value not in known:
+            raise InputError(f"{key}={value}: must be {' or '.join(known)}")
+    model = str(config.actor_rollout_ref.model.path)
+    if model.startswith(("/", "./", "../", "~")) and not (os.path.isdir(model) or is_cached_path(model)):
+        hint = "; write the home folder out" if model.startswith("~") else ""
+        raise InputError(f"actor_rollout_ref.model.path={model}: no such folder{hint}")
+    share = rollout.gpu_memory_utilization
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise InputError(f"actor_rollout_ref.rollout.gpu_memory_utilization={share}: must be above 0 and at most 1")
+    for key in ("trainer.save_freq", "trainer.test_freq"):
+        if not isinstance(value := config.trainer[key.partition(".")[2]], int):
+            raise InputError(f"{key}={value}: must be a whole number of steps; -1 for never")
+    ranges = {
+        "mmqa.agent.fallback_reward": (own.agent.fallback_reward, -math.inf, math.inf),
+        "mmqa.max_logprob_gap": (own.max_logprob_gap, 0.0, math.inf),
+        "mmqa.max_failed_rollouts": (own.max_failed_rollouts, 0.0, 1.0),
+        "mmqa.poll_interval_seconds": (own.poll_interval_seconds, 0.0, 3600.0),
+        "mmqa.agl_poll_seconds": (own.agl_poll_seconds, 0.0, 3600.0),
+    }
+    for key, (value, least, most) in ranges.items():
+        if not isinstance(value, int | float) or math.isnan(value) or not least <= value <= most or math.isinf(value):
+            raise InputError(f"{key}={value}: must be a number from {least:g} to {most:g}, and finite")
+    if config.agentlightning.async_rollout.enabled:
+        raise InputError(
+            "agentlightning.async_rollout.enabled=true: this package's trainer makes one step after the other; leave "
+            "it false"
+        )
+
+
+def check_agent_class(path: Any) -> None:
+    """Raise ``InputError`` if the module of ``mmqa.agent_class`` is not there, or does not name the class.
+
+    Its source is read, not run: an agent may expect the variables of a rollout when it is imported.
+    """
+    slug = "agent-class-not-found"
+    module, _, name = str(path).replace(":", ".").rpartition(".")
+    here = os.getcwd()  # the controller's processes look there too
+    sys.path.append(here)
+    try:
+        spec = find_spec(module) if module and not module.startswith(".") else None
+    except (ImportError, ValueError):
+        spec = None
+    finally:
+        sys.path.remove(here)
+    if spec is None:
+        raise InputError(
+            f"mmqa.agent_class={path}: no module {module!r} is found; write package.module.Class, and put the folder "
+            "that holds the package into PYTHONPATH",
+            slug=slug,
+        )
+    if not spec.origin or not spec.origin.endswith(".py"):
+        return
+    try:
+        found = _names(ast.parse(Path(spec.origin).read_text(encoding="utf-8")))
+    except (SyntaxError, ValueError) as error:
+        raise InputError(f"mmqa.agent_class={path}: {spec.origin} is not valid Python ({error})", slug=slug) from None
+    if name not in found and not found & {"*", "__getattr__"}:
+        near = difflib.get_close_matches(name, found, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise InputError(f"mmqa.agent_class={path}: {spec.origin} defines no {name}{hint}", slug=slug)
+
+
+def _names(tree: ast.Module) -> set[str]:
+    """What a module's source may define: classes, functions, assigned and imported names ("*" for a star import)."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.alias):
+            found.add(node.asname or node.name)
+    return found
+
+
 def check_machine(config: Any, root: Path) -> None:
     """Raise ``InputError`` if the run directory cannot be written or no GPU is there for a GPU preset."""
     parent = next(folder for folder in (root, *root.parents) if folder.exists())
@@ -132,14 +246,19 @@ def check(config: Any) -> None:
     if config.mmqa.backend not in ("cpu", "gpu"):
         raise InputError(f"mmqa.backend={config.mmqa.backend}: must be cpu or gpu")
     check_versions(config.mmqa.backend)
+    from omegaconf import OmegaConf
+
     from agent import tasks
 
+    OmegaConf.to_container(config, resolve=True)  # a reference to nothing is found here
     tasks.load(config.mmqa.task)
     if config.actor_rollout_ref.model.path == "tiny":
         from agent.training import tiny_vlm
 
         tiny_vlm.recipe(config.mmqa.task)
     check_batch(config)
+    check_own(config)
+    check_agent_class(config.mmqa.agent_class)
 
 
 def hazards(config: Any, root: Path) -> list[Any]:

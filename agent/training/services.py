@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,11 @@ SCRATCH_ENV = upstream_fixes.SCRATCH_ENV
 TOKEN_ENV = "MMQA_RUN_TOKEN"  # marks every process of one attempt, to find what is left at the end
 _LIBC = ctypes.CDLL(None)
 START_SECONDS = 60.0  # gateway: from start to the first answer
+
+
+def _hydra(value: Any) -> str:
+    """A text as hydra's command line reads it: quoted, and no letter written as an escape."""
+    return json.dumps(str(value), ensure_ascii=False)
 
 
 def free_port() -> int:
@@ -97,18 +102,19 @@ def mapped_shared_memory(pid: int) -> set[str]:
     return {Path(path).name for path in paths}
 
 
-def remove_traces(attempt: Path) -> None:
+def remove_traces(attempt: Path, noted: Iterable[str] = ()) -> None:
     """Remove what an attempt's ended processes could not: keys, shared memory, semaphores, the controller's lock.
 
-    A semaphore that its process has closed is no longer mapped, but carries the process id in its name.
+    ``noted``: what the note should hold, if it could not be written (disk full). A semaphore that its process has
+    closed is no longer mapped, but carries the process id in its name.
     """
     for secret in SECRETS:
         (attempt / secret).unlink(missing_ok=True)
-    if (note := shared_memory_note(attempt)).exists():
-        for one in note.read_text().split():
-            for path in SHARED_MEMORY.glob(f"sem.*-{one}-*") if one.isdigit() else [SHARED_MEMORY / one]:
-                path.unlink(missing_ok=True)
-        note.unlink()
+    note = shared_memory_note(attempt)
+    for one in {*noted, *(note.read_text().split() if note.exists() else ())}:
+        for path in SHARED_MEMORY.glob(f"sem.*-{one}-*") if one.isdigit() else [SHARED_MEMORY / one]:
+            path.unlink(missing_ok=True)
+    note.unlink(missing_ok=True)
     if (url := attempt / "gateway.url").exists():
         dispatch.lock_path(url.read_text()).unlink(missing_ok=True)
 
@@ -192,7 +198,7 @@ class Services:
                 f"host={HOST}",
                 f"port={port}",
                 "key=${oc.env:AGL_KEY}",  # resolved inside: no key on a command line or in a saved configuration
-                f"default_proxy.model_name={json.dumps(str(self.config.actor_rollout_ref.model.path))}",
+                f"default_proxy.model_name={_hydra(self.config.actor_rollout_ref.model.path)}",
                 f"default_proxy.train.temperature={rollout.temperature}",
                 f"default_proxy.val.temperature={rollout.val_kwargs.temperature}",
             )
@@ -243,7 +249,7 @@ class Services:
 
     def _start(self, name: str, program: list[str], *arguments: str) -> Service:
         env = self.environment() | self.agent_environment() | {"AGL_KEY": self.key}
-        command = [sys.executable, *program, *arguments, f"hydra.run.dir={json.dumps(str(self.folder))}"]
+        command = [sys.executable, *program, *arguments, f"hydra.run.dir={_hydra(self.folder)}"]
         command += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
         service = Service.start(name, command, self.folder / f"{name}.log", env)
         self.started[name] = service
@@ -290,15 +296,18 @@ class Services:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 service.process.wait(timeout=5.0)
         self._end_leftovers()
-        remove_traces(self.folder)
+        remove_traces(self.folder, self._noted)
 
     def note_shared_memory(self) -> None:
-        """Write down the attempt's processes and the shared memory they hold: it outlives a process that is killed."""
+        """Write down the attempt's processes and the shared memory they hold: it outlives a process that is killed.
+
+        On a full disk what is known stays in memory: the end of the run must not depend on it.
+        """
         pids = [process.pid for process in self.leftovers()]
         found = {str(pid) for pid in pids}.union(*(mapped_shared_memory(pid) for pid in pids))
         if new := found - self._noted:
             self._noted |= new
-            with shared_memory_note(self.folder).open("a") as file:
+            with contextlib.suppress(OSError), shared_memory_note(self.folder).open("a") as file:
                 file.writelines(f"{one}\n" for one in sorted(new))
 
     def leftovers(self) -> list[Any]:

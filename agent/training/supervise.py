@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import tempfile
@@ -51,6 +52,7 @@ class Status:
     attempt: int
     total_steps: int
     values: dict[str, Any] = field(default_factory=dict)
+    problem: str | None = None  # why the file is behind
 
     def write(self, state: str, step: int, **more: Any) -> None:
         new = {
@@ -63,8 +65,12 @@ class Status:
             **more,
         }
         if new != self.values:
+            try:
+                write_json(self.run.status, {**new, "updated": round(time.time(), 3)})
+            except OSError as error:  # a full disk must not keep the run from being ended in order
+                self.problem = f"{self.run.status}: {error.strerror}"
+                return
             self.values = new
-            write_json(self.run.status, {**new, "updated": round(time.time(), 3)})
 
 
 class _Interrupt:
@@ -137,31 +143,38 @@ def symptom_of(run: RunDir, told: str | None = None) -> str | None:
 
 
 class _Stop:
-    """What Ctrl-C asks for: once, the end of the present step if it is short; twice, the end."""
+    """What Ctrl-C asks for: once, the end of the present step if it is short; twice, the end.
+
+    Each phase of that step gets its time anew, and a save that has begun all it needs: half of it would be worth
+    nothing.
+    """
 
     def __init__(self, folder: Path, display: Display) -> None:
         self._folder, self._display = folder, display
-        self._deadline: float | None = None
+        self._phase: str | None = None
+        self._deadline, self._long = 0.0, False
 
     def now(self, count: int, phase: str, last_step_seconds: float | None) -> bool:
         """Whether to end everything at once. ``count``: how often Ctrl-C was pressed."""
         if count == 0:
             return False
-        if self._deadline is None:
-            short = last_step_seconds is None or last_step_seconds <= SHORT_STEP_SECONDS
-            if phase == "starting" or not short:
+        if self._phase is None:
+            self._long = last_step_seconds is not None and last_step_seconds > SHORT_STEP_SECONDS
+            if phase == "starting" or (self._long and phase != "saving"):
                 return True
-            stop_file(self._folder).touch()
-            self._deadline = time.monotonic() + SHORT_STEP_SECONDS
+            with contextlib.suppress(OSError):
+                stop_file(self._folder).touch()
             self._display.say("stopping after this step (Ctrl-C again: at once)")
-        return count > 1 or time.monotonic() > self._deadline
+        if phase != self._phase:
+            self._phase, self._deadline = phase, time.monotonic() + SHORT_STEP_SECONDS
+        return count > 1 or (phase != "saving" and (self._long or time.monotonic() > self._deadline))
 
 
 def _watch(services: Services, status: Status, display: Display, interrupt: _Interrupt) -> Outcome:
     follower = Follower(services.folder / "progress.jsonl")
     watchdog = Watchdog(status.total_steps, time.monotonic())
     stop = _Stop(services.folder, display)
-    noted = time.monotonic()
+    noted, told = time.monotonic(), False
     step, phase, seconds, end = 0, "starting", None, Outcome("failed", 0)
     while True:
         ended = services.dead()  # before the events: what the trainer wrote last is then still read
@@ -187,6 +200,9 @@ def _watch(services: Services, status: Status, display: Display, interrupt: _Int
         if time.monotonic() - noted > NOTE_SECONDS:
             noted = time.monotonic()
             services.note_shared_memory()
+        if status.problem and not told:
+            told = True
+            display.say(f"warning: {status.problem}")
         display.tick()
         time.sleep(0.2)
 

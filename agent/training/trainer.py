@@ -151,6 +151,7 @@ def guarded(base: type) -> type:
             self.ended_seen = 0  # how much of the gateway's list of ended rollouts was read
             self._figures: dict[str, Any] = {}
             self._made = 0  # the newest step that this attempt has made
+            self._line: dict[str, Any] = {}  # its line of metrics.jsonl
             wanted = self.total_training_steps
             try:
                 super().fit()
@@ -239,10 +240,14 @@ def guarded(base: type) -> type:
             metrics = super()._validate(merged)
             figures = {name: value for name, value in self._figures.items() if name.startswith("val/")}
             progress.emit("validated", step=self.global_steps, reward=metrics.get("val/reward"), **figures)
+            made = self._made == self.global_steps > 0
+            if made:
+                self._line |= metrics_line({**metrics, **figures}, self.global_steps, attempt)
             if self._asked_to_stop() and self.total_training_steps > self.global_steps:
                 self.total_training_steps = self.global_steps
-                if self._made == self.global_steps and self.config.trainer.save_freq > 0:
-                    self._save_checkpoint()  # the loop would save only where save_freq falls due
+                often = self.config.trainer.save_freq
+                if made and often > 0 and self.global_steps % often:
+                    self._save_checkpoint()  # the loop saves by itself only where save_freq falls due
             return {**metrics, **figures}
 
         # -- one step -------------------------------------------------------------------------------------------
@@ -323,6 +328,8 @@ def guarded(base: type) -> type:
                 verify_seconds=round(ended - written, 3),
                 removed=removed,
             )
+            if self._asked_to_stop():
+                self.total_training_steps = min(self.total_training_steps, step)
 
         def _load_checkpoint(self) -> Any:
             result = super()._load_checkpoint()

@@ -15,21 +15,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rigs import HERE, ratio, spread
+from rigs import HERE, SMALL, ratio, spread
 
 from agent.training import tiny_vlm
 from agent.training.rundir import RunDir, read_jsonl
 
-SAME = (
-    "data.train_batch_size=4",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    "actor_rollout_ref.rollout.n=4",
-    "mmqa.train_samples=64",
-    "mmqa.val_samples=4",
-    "trainer.val_before_train=false",
-    "trainer.test_freq=-1",
-    "trainer.save_freq=1000",
-)
+SAME = (*SMALL, "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=1000")
 UPSTREAM = (
     "mmqa.task=upstream_task",
     "mmqa.controller=agl",

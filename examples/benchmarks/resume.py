@@ -16,19 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from rigs import processes_of, spread
+from rigs import SMALL, processes_of, spread
 
 from agent.training.rundir import RunDir, read_jsonl
 
-SMALL = (
-    "data.train_batch_size=4",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    "actor_rollout_ref.rollout.n=4",
-    "mmqa.train_samples=64",
-    "mmqa.val_samples=4",
-    "trainer.test_freq=1000",
-    "trainer.save_freq=1",
-)
+SAVING = (*SMALL, "trainer.test_freq=1000", "trainer.save_freq=1")
 LIMIT_SECONDS = 300.0
 
 
@@ -51,7 +43,7 @@ def kill(run: RunDir, training: subprocess.Popen[bytes]) -> None:
 def attempt_of(run: RunDir, number: int, overrides: list[str]) -> float:
     """Start the command, wait for two steps, kill everything; seconds from the command to the first step."""
     command = [sys.executable, "-m", "agent.cli", "train", "--run-dir", str(run.root), "--resume", "auto"]
-    first = [] if run.exists() else ["--preset", "cpu", "--steps", "100000", *SMALL, *overrides]
+    first = [] if run.exists() else ["--preset", "cpu", "--steps", "100000", *SAVING, *overrides]
     started = time.time()
     training = subprocess.Popen([*command, *first], stdout=subprocess.DEVNULL)
     while len(events(run, number, "saved")) < 2:

@@ -21,6 +21,13 @@ from agent.training.trainer import RUN_ENV
 
 HERE = Path(__file__).parent
 KEY = "a-key-for-this-benchmark"
+SMALL = (  # a step of 16 rollouts
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.rollout.n=4",
+    "mmqa.train_samples=64",
+    "mmqa.val_samples=4",
+)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Tasks are pure: the same arguments give the same samples, splits share nothing, answers are true."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,8 @@ from agent import tasks
 from agent.errors import InputError
 from agent.images import ImageStore
 from agent.tasks import circles, folder
-from agent.training.data import build_rows
+from agent.training.data import build_rows, write_rows
+from agent.training.rundir import RunDir, read_jsonl
 
 
 def test_circles_are_what_the_answer_says():
@@ -76,6 +78,9 @@ def test_own_data_becomes_rows(tmp_path):
         ('{"question": "q", "images": "a.png", "answer": "1"}', "key 'images'"),
         ('{"question": "q", "images": ["b.png"], "answer": "1"}', r"row train-1: image .*b\.png: No such file"),
         ('{"question": "q", "images": ["../x.png"], "answer": "1"}', "outside the data root"),
+        ('{"question": "q", "images": ["a.png"], "answer": "1", "allowed": "yes"}', "key 'allowed' must be a list"),
+        ('{"question": "q", "images": ["a.png"], "answer": "1", "allowed": 5}', "key 'allowed' must be a list"),
+        ('{"question": "q", "images": ["a\\u0000.png"], "answer": "1"}', "cannot hold a NUL character"),
         ('{"question": "' + "x" * 120_000 + '", "images": ["a.png"], "answer": "1"}', "bytes of JSON"),
         ("", "split of task 'folder' is empty"),
     ],
@@ -85,6 +90,32 @@ def test_wrong_rows_are_named(tmp_path, line, message):
     make_folder(tmp_path / "d", [line])
     with pytest.raises(InputError, match=message):
         build_rows("folder", "train", 10, 1, ImageStore(tmp_path / "s"), data_root=str(tmp_path / "d"))
+
+
+def test_odd_texts_are_kept_or_named(tmp_path):
+    (tmp_path / "2024").mkdir()
+    row = {"question": "One\u2028line?", "images": ["a.png"], "answer": "1"}
+    make_folder(tmp_path / "2024", [json.dumps(row, ensure_ascii=False)] * 2)
+    run = RunDir(tmp_path / "run")
+    keys = {"task": "folder", "data_root": tmp_path / "2024", "train_samples": 9, "val_samples": 9, "seed": 1}
+    engine = SimpleNamespace(vllm={"limit_mm_per_prompt": {"image": 2}})
+    own = SimpleNamespace(
+        mmqa=Settings(keys, blank_images=False, max_pixels=1000, agent=SimpleNamespace(max_turns=1)),
+        actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(engine_kwargs=engine)),
+    )
+    assert write_rows(run, own) == {"train": 2, "val": 2}
+    assert [one["question"] for one in read_jsonl(run.rows("train"))] == ["One\u2028line?"] * 2
+    own.mmqa["agent"].max_turns = 3
+    with pytest.raises(InputError, match=r"row train-1: 1 pictures, the engine takes 0 from a row; raise .*image"):
+        write_rows(run, own)
+    own.mmqa["agent"].max_turns = 1
+    (tmp_path / "2024" / "val.jsonl").write_bytes('{"question": "größe"}'.encode("latin-1"))
+    with pytest.raises(InputError, match=r"val\.jsonl: not a text in UTF-8"):
+        write_rows(run, own)
+
+
+class Settings(dict):
+    __getattr__ = dict.__getitem__
 
 
 def test_missing_data_root_and_unknown_task(tmp_path):

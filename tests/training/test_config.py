@@ -5,10 +5,12 @@ import importlib.util
 import pytest
 import yaml
 
+from agent.caches import cache_safe_rollout
 from agent.errors import InputError
 from agent.training import config as configs
 from agent.training import preflight, run, schema
 
+OmegaConf = pytest.importorskip("omegaconf").OmegaConf
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("agentlightning") is None or importlib.util.find_spec("verl") is None,
     reason="composes the installed stack's defaults: needs the cpu or gpu extra",
@@ -68,6 +70,43 @@ def test_an_override_wins_over_the_cache_safe_settings():
         ("actor_rollout_ref.rollout.max_model_len=10", "smaller than"),
         ("mmqa.agent.max_tokens=900", "larger than data.max_response_length"),
         ("trainer.n_gpus_per_node=3", "cannot be split over 3 GPUs"),
+        ("trainer.nnodes=0", r"trainer\.nnodes=0: must be a whole number of at least 1"),
+        ("trainer.nnodes=null", r"trainer\.nnodes=None: must be a whole number"),
+        ("data.max_prompt_length=null", "must be a whole number"),
+        ("mmqa.agent.max_tokens=null", "must be a whole number"),
+        ("mmqa.agent.max_turns=0", "at least 1"),
+        ("mmqa.controller_slots=0", "at least 1"),
+        ("mmqa.max_pixels=-5", "at least 1"),
+        ("mmqa=3", "expected a section with keys of its own"),
+        ("mmqa.agent=null", "expected a section with keys of its own"),
+        ("data=5", "expected a section with keys of its own"),
+        ("actor_rollout_ref.rollout=null", "expected a section with keys of its own"),
+        ("trainer.logger.foo=1", "a section, where the default is the value"),
+        ("trainer.project_name=${", r"configuration: trainer\.project_name: "),
+        ("trainer.project_name=${no.such}", "configuration: .*no"),
+        ("mmqa.task=.foo", r"task module '\.foo' cannot be imported"),
+        ("mmqa.controller=loacl", "must be local or agl; did you mean local"),
+        ("mmqa.agent.fallback_reward=.nan", "must be a number"),
+        ("mmqa.max_failed_rollouts=2", "from 0 to 1"),
+        ("trainer.save_freq=null", "whole number of steps; -1 for never"),
+        ("mmqa.agent_class=agent.loop.Nope", r"loop\.py defines no Nope"),
+        ("mmqa.agent_class=agent.loop.MultimodalQAgent", "did you mean MultimodalQAAgent"),
+        ("mmqa.agent_class=no_such_module.Agent", "no module 'no_such_module' is found"),
+        ("mmqa.agent_class=Agent", "write package.module.Class"),
+        ("agentlightning.async_rollout.enabled=true", "one step after the other"),
+        ("actor_rollout_ref.model=null", "expected a section"),
+        ("actor_rollout_ref.actor.optim=null", "expected a section"),
+        ("actor_rollout_ref.rollout.max_model_len=4k", "must be a whole number of at least 1, or null"),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=abc", "must be a whole number of at least 1, or null"),
+        ("trainer.max_actor_ckpt_to_keep=abc", r"mmqa\.keep_checkpoints=abc: must be a whole number"),
+        ("actor_rollout_ref.rollout.name=foo", "must be vllm"),
+        ("actor_rollout_ref.actor.strategy=fsdp3", "must be fsdp2 or fsdp"),
+        ("algorithm.adv_estimator=gpro", r"algorithm\.adv_estimator=gpro: must be gae or grpo or"),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization=5", "above 0 and at most 1"),
+        ("data.seed=abc", r"data\.seed=abc: must be a whole number"),
+        ("mmqa.seed=null", r"mmqa\.seed=None: must be a whole number"),
+        ("actor_rollout_ref.model.path=/nonexistent", "no such folder"),
+        ("actor_rollout_ref.model.path=~/model", "write the home folder out"),
     ],
 )
 def test_wrong_input_is_one_line_that_names_the_key(override, message):
@@ -89,6 +128,45 @@ def test_fields_that_only_the_dataclass_knows_are_accepted():
 
 def test_numbers_in_exponent_form_are_numbers():
     assert configs.parse_overrides(["a.lr=3e-4", "a.name=x"]) == {"a": {"lr": 3e-4, "name": "x"}}
+
+
+def test_a_day_is_a_text_in_overrides_and_presets(tmp_path):
+    assert configs.compose("cpu", ["trainer.experiment_name=2026-11-29"]).trainer.experiment_name == "2026-11-29"
+    preset = tmp_path / "own.yaml"
+    preset.write_text("trainer: {experiment_name: 2026-11-29}\nactor_rollout_ref: {actor: {optim: {lr: 1e-6}}}\n")
+    composed = configs.compose(str(preset))
+    assert composed.trainer.experiment_name == "2026-11-29" and composed.actor_rollout_ref.actor.optim.lr == 1e-6
+    preset.write_text("data: {train_batch_size: eight}\n")
+    with pytest.raises(InputError, match=r"data\.train_batch_size=eight in preset own\.yaml: expected int"):
+        configs.compose(str(preset))
+
+
+def saved_config(folder, *overrides, vllm="0.22.1"):
+    file = folder / "config.yaml"
+    file.write_text(OmegaConf.to_yaml(configs.compose("cpu", overrides, vllm_version=vllm)))
+    return file
+
+
+def test_an_agent_class_changed_on_going_on_is_the_one_that_runs(tmp_path):
+    changed = configs.recompose(saved_config(tmp_path), ["mmqa.agent_class=flaky_agent.FlakyAgent"])
+    assert changed.agentlightning.local.agent_class == "flaky_agent.FlakyAgent"
+
+
+def test_on_going_on_the_cache_settings_follow_the_installed_engine_and_the_keys(tmp_path, monkeypatch):
+    def rollout(*overrides, before):
+        return configs.recompose(file, overrides, vllm_before=before).actor_rollout_ref.rollout
+
+    def settings(rollout):
+        return rollout.enable_prefix_caching, rollout.engine_kwargs.vllm.get("mm_processor_cache_gb")
+
+    file = saved_config(tmp_path, vllm="0.21.0")
+    monkeypatch.setattr(cache_safe_rollout, "installed_version", lambda: "0.22.1")
+    assert settings(rollout(before="0.21.0")) == (True, None), "an engine that is not affected any more"
+    monkeypatch.setattr(cache_safe_rollout, "installed_version", lambda: "0.21.0")
+    assert settings(rollout(before="0.21.0")) == (False, 0)
+    assert settings(rollout("mmqa.cache.keep_prefix_caching=true", before="0.21.0")) == (True, 0)
+    file = saved_config(tmp_path)
+    assert settings(rollout(before="0.22.1")) == (False, 0), "an engine that is affected now"
 
 
 def test_unknown_preset_names_the_nearest():

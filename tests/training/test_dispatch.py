@@ -1,5 +1,6 @@
 """The in-process controller against Agent Lightning's real gateway, with agents that misbehave."""
 
+import asyncio
 import contextlib
 import importlib.util
 import os
@@ -15,7 +16,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from agent.training.dispatch import DOORBELL_ENV, AlreadyServed, ring, rollout_environ, sole_controller
+from agent.training.dispatch import (
+    DOORBELL_ENV,
+    LOST,
+    AlreadyServed,
+    Dispatcher,
+    ring,
+    rollout_environ,
+    sole_controller,
+)
+from agent.training.dispatch_pool import Job, Pool
 from agent.training.dispatch_worker import load_class, wants_isolation
 
 needs_gateway = pytest.mark.skipif(
@@ -365,3 +375,79 @@ def test_classes_are_found_and_judged():
     assert not wants_isolation(load_class("agent.loop.MultimodalQAAgent"))
     with pytest.raises(TypeError, match="is not a class"):
         load_class("agent.loop.sample")
+
+
+@needs_gateway
+def test_a_rollout_that_runs_at_the_gateway_alone_is_ended(rig):
+    """As after an answer that was lost, or a controller that was killed: the trainer must not wait for it for ever."""
+    rollout = rig.enqueue("Good", [{"id": "1"}])[0]
+    rig.client.patch(f"/api/rollouts/{rollout}", json={"status": {"state": "running"}}).raise_for_status()
+    rig.start_controller(RECONCILE_SECONDS=0.3)
+    others = rig.enqueue("Good", [{"id": "2"}] * 20)
+    assert rig.wait([rollout])[0] | {"state": "failed", "error_message": LOST} == rig.status(rollout)
+    assert {one["state"] for one in rig.wait(others)} == {"succeeded"}
+
+
+def patched(answers):
+    """What ``Dispatcher._patch`` makes of the gateway's ``answers``: status codes, None for a lost answer."""
+
+    async def act():
+        def answer(request):
+            code = answers.pop(0)
+            if code is None:
+                raise httpx.ReadTimeout("lost")
+            return httpx.Response(code)
+
+        dispatcher = Dispatcher("http://127.0.0.1:1", "k", 4)
+        dispatcher._client = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://127.0.0.1:1")
+        return await dispatcher._patch("r", "running", attempt=0)
+
+    return asyncio.run(act())
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [([200], True), ([None, 409], True), ([503, 200], True), ([409], False), ([404], False), ([500] * 4, False)],
+)
+def test_a_report_arrives_once_whatever_happens_to_its_answer(answers, told, monkeypatch):
+    sleep = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0))
+    assert patched(answers) is told and answers == []
+
+
+def test_where_no_process_can_be_started_each_rollout_is_failed_and_the_pool_recovers(monkeypatch):
+    async def act():
+        ended = []
+        pool = Pool(1, lambda job, error: ended.append((job.rollout, error)))
+        pool.open()
+        worker = pool._workers[0]
+        environ = {name: "http://g/attempt/0/x" for name in ("AGL_OPENAI_BASE_URL", "AGL_EVENT_URL")}
+        pool.start(Job("a", "fake_agents.Sleeps", environ, time.monotonic() + 60), isolated=False)
+
+        def no_more(*arguments, **options):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pool._context.Process, "start", no_more)
+            worker.process.kill()
+            while not ended:
+                await asyncio.sleep(0.05)
+            with pytest.raises(BlockingIOError):
+                pool.start(Job("b", "fake_agents.Good", {}, 0.0), isolated=True)
+        assert ended[0][0] == "a" and ended[0][1].startswith("local subprocess spawn failed: BlockingIOError")
+        pool.start(Job("c", "no_such_module.Agent", {}, time.monotonic() + 60), isolated=False)
+        while len(ended) < 2:
+            await asyncio.sleep(0.05)
+        assert ended[1][0] == "c" and "no_such_module" in ended[1][1]
+        assert pool.close() == []
+
+    asyncio.run(asyncio.wait_for(act(), 60))
+
+
+def test_a_controller_whose_loop_fails_ends_instead_of_leaving_rollouts_waiting(monkeypatch):
+    async def broken(self):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Dispatcher, "_care_loop", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        asyncio.run(asyncio.wait_for(Dispatcher("http://127.0.0.1:1", "k", 4, workers=1).run(), 60))

@@ -4,7 +4,6 @@ One training run of two steps serves all tests of this file; one of its rollouts
 """
 
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -16,14 +15,13 @@ import time
 from pathlib import Path
 
 import pytest
+from small_run import ENV, HERE, ROLLOUTS, SMALL, needs_engine, processes_of, train
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="trains for real: needs the cpu extra"),
+    needs_engine,
 ]
-HERE = Path(__file__).parent
-ROLLOUTS = 16  # 4 prompts, 4 rollouts each
 
 
 class Watch(threading.Thread):
@@ -51,17 +49,6 @@ class Watch(threading.Thread):
                     self.hosts |= {(process.name(), one.laddr.ip) for one in found if one.status == "LISTEN"}
 
 
-def processes_of(root):
-    import psutil
-
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get("MMQA_RUN_DIR") == str(root):
-                found.append(process)
-    return found
-
-
 def jsonl(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -72,14 +59,11 @@ def run(tmp_path_factory):
     shm = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
     watch = Watch(root)
     watch.start()
-    command = [sys.executable, "-m", "agent.cli", "train", "--preset", "cpu", "--steps", "2", "--run-dir", str(root)]
-    command += [
+    command = [
+        *train(root, "--preset", "cpu", "--steps", "2", *SMALL),
         "mmqa.agent_class=flaky_agent.FlakyAgent",
         "mmqa.train_samples=32",
         "mmqa.val_samples=8",
-        "data.train_batch_size=4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.rollout.n=4",
         # a large step, so that an engine which kept the old weights would disagree with the actor afterwards
         "actor_rollout_ref.actor.optim.lr=1.5e-3",
         "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
@@ -87,9 +71,8 @@ def run(tmp_path_factory):
         "trainer.test_freq=2",
         "trainer.save_freq=1",
     ]
-    env = {**os.environ, "PYTHONPATH": str(HERE)}
     started = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=ENV)
     seconds = time.monotonic() - started
     watch.stop.set()
     watch.join(5)
@@ -286,9 +269,8 @@ def test_the_commands_of_the_resuming_guide(run, tmp_path):
         line = next(one for one in shown if re.search(pattern, one))
         for old, new in changes.items():
             line = line.replace(old, new)
-        env = {**os.environ, "PYTHONPATH": str(HERE)}
         command = [sys.executable, "-m", "agent.cli", *line.split()[1:]]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=env)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=ENV)
         assert done.returncode == 0 and said in done.stdout, (line, done.stdout, done.stderr)
     metrics = jsonl(run["root"] / "metrics.jsonl")
     assert [(one["step"], one["attempt"]) for one in metrics] == [(0, 1), (1, 1), (2, 2)]

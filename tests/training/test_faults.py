@@ -5,18 +5,18 @@ next one, which continues it with the same command. After each, no committed ste
 """
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+from small_run import ENV, HERE, ROLLOUTS, SMALL, needs_engine, processes_of, train
 
 from agent.training.checkpoints import checkpoints
 from agent.training.rundir import RunDir, read_jsonl
@@ -24,19 +24,13 @@ from agent.training.rundir import RunDir, read_jsonl
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="trains for real: needs the cpu extra"),
+    needs_engine,
 ]
-HERE = Path(__file__).parent
-ROLLOUTS, SAVE_FREQ = 16, 2
+SAVE_FREQ = 2
 SETTINGS = (
     "mmqa.agent_class=faulty_agent.FaultyAgent",
-    "mmqa.train_samples=64",
-    "mmqa.val_samples=4",
-    "data.train_batch_size=4",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    "actor_rollout_ref.rollout.n=4",
+    *SMALL,
     "actor_rollout_ref.actor.optim.lr=1e-5",
-    "trainer.test_freq=1000",
     f"trainer.save_freq={SAVE_FREQ}",
     "agentlightning.rollout_timeout_seconds=15",
 )
@@ -58,9 +52,9 @@ class Broken:
 
     def start(self, *arguments):
         """The same command each time (``arguments``: further ones)."""
-        command = [sys.executable, "-m", "agent.cli", "train", "--run-dir", str(self.root), "--resume", "auto"]
+        command = train(self.root, "--resume", "auto")
         first = () if self.run.exists() else ("--preset", "cpu", "--steps", "60", *SETTINGS)
-        env = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE / 'faulty_site'}"}
+        env = {**ENV, "PYTHONPATH": f"{HERE}:{HERE / 'faulty_site'}"}
         self.out = self.root.parent / "out.txt"
         self.process = subprocess.Popen(
             [*command, *first, *arguments],
@@ -89,24 +83,18 @@ class Broken:
         self.until(lambda: last()["phase"] == phase and what in (None, last().get("what")))
 
     def processes(self):
-        import psutil
+        return processes_of(self.root)
 
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if process.environ().get("MMQA_RUN_DIR") == str(self.root):
-                    found.append(process)
-        return found
-
-    def kill(self, part):
-        """SIGKILL the processes whose command line or title holds ``part``."""
-        import psutil
-
+    def signal(self, part, number):
+        """Send a signal to the processes whose command line or title holds ``part``."""
         found = [one for one in self.processes() if part in " ".join(one.cmdline())]
         assert found, [one.cmdline() for one in self.processes()]
         for one in found:
             with contextlib.suppress(psutil.Error):
-                one.kill()
+                one.send_signal(number)
+
+    def kill(self, part):
+        self.signal(part, signal.SIGKILL)
 
     def ended(self, seconds=30.0):
         """Wait for the end; returns the exit code. Nothing may be left behind."""
@@ -238,11 +226,21 @@ def test_the_disk_is_full_in_a_save(broken):
     assert broken.status()["symptom"] == "checkpoint-partial-or-disk-full" and broken.whole() == whole
 
 
-def test_everything_is_killed_at_once(broken):
-    """Fault 10: the same command goes on."""
+def test_a_phase_that_hangs_is_named_and_everything_is_killed_at_once(broken):
+    """The actor stands still for a minute. Then fault 10: the same command goes on."""
     broken.start()
     broken.until_step(SAVE_FREQ)
     broken.check_going_on()
+    broken.until_phase("training", "update")
+    broken.signal("WorkerDict", signal.SIGSTOP)
+    try:
+        broken.until(lambda: "no progress for" in broken.said())
+    finally:
+        broken.signal("WorkerDict", signal.SIGCONT)
+    assert "it waits for the actor, see trainer.log" in broken.said() and "/s/no-progress/" in broken.said()
+    assert "no progress for" in broken.status()["reason"]
+    broken.until_step(SAVE_FREQ + 2)
+    assert broken.status()["reason"] is None
     for process in [*broken.processes()]:
         with contextlib.suppress(Exception):
             process.kill()

@@ -1,23 +1,23 @@
 """What the README promises: the reward rises because the model sees better, and on blank pictures it does not."""
 
-import importlib.util
 import json
 import subprocess
-import sys
 
 import pytest
+import small_run
+from small_run import needs_engine
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1500),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="trains for real: needs the cpu extra"),
+    needs_engine,
 ]
 STEPS = 36
 
 
 def train(root, *overrides, steps=STEPS):
-    command = [sys.executable, "-m", "agent.cli", "train", "--preset", "cpu", "--steps", str(steps)]
-    command += ["--run-dir", str(root), "trainer.save_freq=1000", f"trainer.test_freq={steps}", "mmqa.val_samples=192"]
+    command = small_run.train(root, "--preset", "cpu", "--steps", str(steps))
+    command += ["trainer.save_freq=1000", f"trainer.test_freq={steps}", "mmqa.val_samples=192"]
     done = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=1400)
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]

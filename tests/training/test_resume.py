@@ -1,12 +1,16 @@
 """Going on with a run: what may differ, where it begins, what its files hold afterwards. No engine."""
 
 import json
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from agent.errors import InputError
-from agent.training import resume, run
-from agent.training.rundir import STEP_METRICS, RunDir, append_jsonl, read_jsonl, write_json
+from agent.symptoms import silent
+from agent.training import data, resume, run, saving, supervise
+from agent.training.display import Display
+from agent.training.rundir import STEP_METRICS, RunDir, append_jsonl, read_jsonl, stop_file, write_json, write_jsonl
 from agent.training.watchdog import FIRST_LIMITS, Watchdog
 
 SAVED = {"mmqa": {"task": "digits", "seed": 1}, "trainer": {"total_training_steps": 40, "resume_mode": "disable"}}
@@ -90,6 +94,114 @@ def test_a_step_that_was_saved_and_not_logged_keeps_its_line(tmp_path):
     for attempt in (folder.new_attempt(), folder.new_attempt()):
         resume.supersede(folder, 2, attempt)
         assert read_jsonl(folder.metrics) == [{"step": 1, "attempt": 1}, line]
+
+
+def test_after_half_a_line_the_next_one_is_not_lost(tmp_path):
+    folder = RunDir(tmp_path)
+    folder.new_attempt()
+    append_jsonl(folder.metrics, {"step": 1})
+    with folder.metrics.open("a") as file:
+        file.write('{"step": 2, "rew')  # the disk was full
+    resume.supersede(folder, 1, 1)
+    append_jsonl(folder.metrics, {"step": 2})
+    assert [one["step"] for one in read_jsonl(folder.metrics)] == [1, 2]
+
+
+@pytest.mark.parametrize("odd", ["\u2028", "\u2029", "\x85", "\x0c", "\x1c"])
+def test_line_separators_inside_a_text_lose_no_row(tmp_path, odd):
+    folder = RunDir(tmp_path)
+    attempt = folder.new_attempt()
+    for step in (1, 2, 3):
+        append_jsonl(folder.samples, {"step": step, "replies": [f"a{odd}b"]})
+    assert resume.supersede(folder, 2, attempt) == 0
+    assert read_jsonl(folder.samples) == [{"step": step, "replies": [f"a{odd}b"]} for step in (1, 2)]
+    assert [one["step"] for one in silent.read_rows(folder.samples)] == [1, 2]
+
+
+def rows_in(folder, *references):
+    for split in ("train", "val"):
+        write_jsonl(folder.rows(split), [{"id": "1", "images": list(references)}])
+
+
+def test_a_run_that_was_moved_finds_its_pictures(tmp_path):
+    folder = RunDir(tmp_path / "b")
+    folder.images.mkdir(parents=True)
+    (folder.images / "1.png").touch()
+    rows_in(folder, "file:///runs/a/images/1.png", "https://host/2.png")
+    assert data.follow_move(folder) == 2 and data.follow_move(folder) == 0
+    assert read_jsonl(folder.rows("val"))[0]["images"] == [f"file://{folder.images / '1.png'}", "https://host/2.png"]
+    rows_in(folder, "file:///runs/a/images/gone.png")
+    with pytest.raises(InputError, match=r"the picture gone\.png of its rows is not in .*; move the whole folder"):
+        data.follow_move(folder)
+
+
+def test_rows_of_no_run_are_neither_trained_on_nor_written_over(tmp_path):
+    folder = RunDir(tmp_path)
+    run.refuse_rows_of_no_run(folder)
+    rows_in(folder, "x")
+    with pytest.raises(InputError, match=r"train\.jsonl: rows without a run .*; remove the folder"):
+        run.refuse_rows_of_no_run(folder)
+
+
+def test_a_resume_that_is_refused_leaves_the_configuration_as_it_was(tmp_path, monkeypatch):
+    config = pytest.importorskip("omegaconf").OmegaConf.create(
+        {"trainer": {"n_gpus_per_node": 2, "nnodes": 1, "resume_mode": "disable", "resume_from_path": None}}
+    )
+    folder = RunDir(tmp_path)
+    folder.config.write_text("as: it was\n")
+
+    def refused(*arguments):
+        raise saving.SaveRefused("no room")
+
+    monkeypatch.setattr(resume, "for_world_size", refused)
+    with pytest.raises(saving.SaveRefused):
+        run.begin_at(folder, config, resume.Start(), folder.new_attempt(), Display(1))
+    assert folder.config.read_text() == "as: it was\n"
+
+
+class Moment:
+    """``time`` as the supervisor sees it."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def ctrl_c(tmp_path, monkeypatch):
+    moment, said = Moment(), []
+    monkeypatch.setattr(supervise, "time", moment)
+    stop = supervise._Stop(tmp_path, cast(Any, SimpleNamespace(say=said.append)))
+
+    def at(seconds, phase, count=1, last=5.0):
+        moment.now = seconds
+        return stop.now(count, phase, last)
+
+    at.asked, at.said = stop_file(tmp_path), said
+    return at
+
+
+def test_ctrl_c_gives_each_phase_its_time_and_a_save_all_it_needs(ctrl_c):
+    assert ctrl_c(0, "rollout", count=0) is False
+    assert ctrl_c(0, "rollout") is False and ctrl_c.asked.exists()
+    assert ctrl_c.said == ["stopping after this step (Ctrl-C again: at once)"]
+    assert ctrl_c(110, "training") is False and ctrl_c(220, "training") is False
+    assert ctrl_c(225, "saving") is False and ctrl_c(5000, "saving") is False
+    assert ctrl_c(5001, "saved") is False and ctrl_c(5200, "saved") is True
+
+
+def test_ctrl_c_twice_ends_even_a_save(ctrl_c):
+    assert ctrl_c(0, "saving") is False and ctrl_c(1, "saving", count=2) is True
+
+
+def test_ctrl_c_in_a_long_step_ends_it_at_once_but_not_its_save(ctrl_c):
+    assert ctrl_c(0, "saving", last=500.0) is False and ctrl_c(60, "saved", last=500.0) is True
+
+
+@pytest.mark.parametrize(("phase", "last"), [("starting", None), ("rollout", 500.0)])
+def test_ctrl_c_does_not_wait_for_what_is_not_short(ctrl_c, phase, last):
+    assert ctrl_c(0, phase, last=last) is True and not ctrl_c.asked.exists()
 
 
 def test_the_watchdog_speaks_when_a_phase_is_silent_too_long():

@@ -1,5 +1,6 @@
 """Run directory, progress events, display, summary."""
 
+import errno
 import io
 import json
 import os
@@ -7,6 +8,7 @@ import os
 import pytest
 from rich.console import Console
 
+from agent.training import supervise
 from agent.training.display import Display, describe, duration, trend
 from agent.training.progress import Follower, Progress
 from agent.training.run import clean_up
@@ -56,6 +58,20 @@ def test_write_json_replaces_whole(tmp_path):
     write_json(tmp_path / "s.json", {"a": 2})
     assert json.loads((tmp_path / "s.json").read_text()) == {"a": 2}
     assert [one.name for one in tmp_path.iterdir()] == ["s.json"]
+
+
+def test_a_status_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch):
+    status = supervise.Status(RunDir(tmp_path), 1, 9)
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(supervise, "write_json", full)
+        status.write("training", 3)
+    assert status.problem == f"{tmp_path / 'status.json'}: No space left on device"
+    status.write("training", 3)
+    assert json.loads((tmp_path / "status.json").read_text())["step"] == 3
 
 
 def test_the_follower_waits_for_whole_lines(tmp_path):

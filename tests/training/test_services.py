@@ -1,11 +1,14 @@
 """The gateway as a run starts it: ports that are taken, servers that are not ours, keys that are wrong."""
 
 import contextlib
+import copy
+import errno
 import importlib.util
 import json
 import stat
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import httpx
 import pytest
@@ -83,6 +86,38 @@ def test_every_route_but_the_health_check_wants_the_key(services):
                     assert answer.status_code == wanted, (method, path, answer.text)
                     asked += 1
     assert asked > 30
+
+
+class FullDisk(type(Path())):
+    def open(self, *arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+
+def test_a_full_disk_does_not_keep_a_run_from_being_ended(services, monkeypatch):
+    services.start_gateway()
+    monkeypatch.setattr(module, "shared_memory_note", lambda attempt: FullDisk(attempt / "shared-memory"))
+    services.note_shared_memory()
+    held = module.SHARED_MEMORY / f"sem.mmqa-{services.started['gateway'].process.pid}-test"
+    held.touch()
+    services.stop()
+    assert services.started["gateway"].exit_code is not None and not services.key_file.exists()
+    assert not held.exists(), "what could not be noted was remembered"
+
+
+def test_a_model_path_with_other_letters_reaches_the_gateway(services):
+    services.config = copy.deepcopy(services.config)
+    services.config.actor_rollout_ref.model.path = '/home/jürgen/größe\'s "model", {x}'
+    services.start_gateway()
+    with httpx.Client(base_url=services.url, headers={"Authorization": f"Bearer {services.key}"}) as client:
+        made = client.post("/api/rollouts", json=[{"input": {}, "config": {}}]).json()[0]["rollout_id"]
+        models = [{"model": services.config.actor_rollout_ref.model.path, "endpoint": f"http://{HOST}:9/v1"}]
+        client.post("/api/models", json=models).raise_for_status()
+        said = client.post(
+            f"/proxy/rollout/{made}/attempt/0/mode/train/openai/v1/chat/completions",
+            json={"model": "auto", "messages": [{"role": "user", "content": "?"}]},
+            timeout=60.0,
+        )
+    assert "No servers available" not in said.text, said.text
 
 
 def test_the_key_is_made_for_the_attempt_and_in_no_command_line_and_no_log(services):

@@ -1,11 +1,10 @@
 """A run that goes on with another number of workers: 1, then 2, then 1 again, with the real stack on the CPU."""
 
-import importlib.util
 import math
 import subprocess
-import sys
 
 import pytest
+from small_run import SMALL, needs_engine, train
 
 from agent.training.checkpoints import checkpoints
 from agent.training.rundir import RunDir, read_jsonl
@@ -13,25 +12,20 @@ from agent.training.rundir import RunDir, read_jsonl
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="trains for real: needs the cpu extra"),
+    needs_engine,
 ]
 FIRST = (
     "--preset",
     "cpu",
-    "mmqa.train_samples=64",
-    "mmqa.val_samples=4",
-    "data.train_batch_size=4",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    "actor_rollout_ref.rollout.n=4",
+    *SMALL,
     "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
     "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
-    "trainer.test_freq=1000",
     "trainer.save_freq=2",
 )
 
 
 def go_on(root, *arguments):
-    command = [sys.executable, "-m", "agent.cli", "train", "--run-dir", str(root), "--resume", "auto", *arguments]
+    command = train(root, "--resume", "auto", *arguments)
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

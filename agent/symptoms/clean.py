@@ -11,7 +11,8 @@ import re
 ANYWHERE = r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r"
 
 # Removed at the start, again and again: Ray's "(Actor pid=1, ip=10.0.0.1)", vLLM's "(EngineCore_DP0 pid=2)", times,
-# level and place as vLLM, Python's logging, hydra and uvicorn write them, and this package's "[rollout 7c1d]".
+# level and place as vLLM, Python's logging, hydra and uvicorn write them, this package's "[rollout 7c1d]", torch's
+# "[rank0]:" and Kubernetes' "stdout F".
 PREFIXES = (
     r"^[ ]*\([^()]*pid=[0-9]+[^()]*\)[ ]?",
     r"^\[?[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9:.,]+Z?(?:[+-][0-9:]+)?\]?[ :]*",
@@ -20,6 +21,8 @@ PREFIXES = (
     r"^\[[A-Za-z0-9_.]+\]\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\] - ",
     r"^\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL|debug|info|warning|error|critical) *\][ :-]*",
     r"^\[rollout [0-9A-Za-z_-]+\][ ]?",
+    r"^\[rank[0-9]+\]:[ ]?",
+    r"^(?:stdout|stderr) [FP][ ]?",
 )
 # Removed at the end: Ray says once that a line came again.
 SUFFIX = r" ?\[repeated [0-9]+x across cluster\].*$"

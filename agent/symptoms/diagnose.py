@@ -30,6 +30,7 @@ class Found:
     count: int = 1
     time: str | None = None
     silent: bool = False
+    counted: bool = False  # a cause only because such lines are many; healthy logs have a few of them
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,15 @@ def merge(result: Scan, source: Source) -> list[Found]:
         if known is None or (known.role == NOTE and role != NOTE):
             count = match.count + (known.count if known else 0)
             by_slug[match.entry.slug] = Found(
-                match.entry, role, match.line, match.text, source.name, source.attempt, count, match.time
+                match.entry,
+                role,
+                match.line,
+                match.text,
+                source.name,
+                source.attempt,
+                count,
+                match.time,
+                counted=match.signature.role == NOTE,
             )
         else:
             known.count += match.count
@@ -133,7 +142,8 @@ def in_order(found: list[Found]) -> list[Found]:
 def first_cause(found: list[Found]) -> Found | None:
     """The earliest cause of the newest attempt that has one.
 
-    What only costs time gives way to anything else, and what only ends a rollout to what stops a run.
+    What only costs time gives way to anything else, what only ends a rollout to what stops a run, and what many lines
+    hint at to what one line says.
     """
     causes = [one for one in found if one.role == CAUSE]
     causes = [one for one in causes if one.entry.severity != "slow"] or causes
@@ -141,6 +151,8 @@ def first_cause(found: list[Found]) -> Found | None:
     here = [one for one in causes if one.attempt == newest]
     if any(one.entry.stops_a_run for one in here):
         here = [one for one in here if not one.entry.one_rollout]
+    if any(one.entry.stops_a_run and not one.counted for one in here):
+        here = [one for one in here if not one.counted]
     return here[0] if here else None
 
 
@@ -152,6 +164,7 @@ def stopping_cause(found: list[Found], attempt: int, said: set[str]) -> Found | 
     """
     here = [one for one in found if one.attempt == attempt and one.role == CAUSE and not one.silent]
     hard = [one for one in here if one.entry.stops_a_run or one.entry.slug in said]
+    hard = [one for one in hard if not one.counted or one.entry.slug in said] or hard
     if not hard and said & LOST:
         hard = [one for one in here if one.entry.severity != "slow"]
     return hard[0] if hard else None

@@ -38,9 +38,20 @@ def doctor(
 
     Exit code 1 if a finding would stop the run, else 0. Nothing is imported, started or changed.
     """
-    tree: dict[str, Any] = read_config(config) if config else {}
+    missing: list[str] = []
+    tree: dict[str, Any] = read_config(config, missing) if config else {}
     versions = installed_versions()
     findings = check(tree, versions, look_at_machine(tree))
+    findings += [
+        Finding(
+            f"{name}, which {config} builds on, was not found and not read",
+            "what it sets was not checked",
+            "put it beside this file, or run doctor where it lies",
+            "",
+            "noise",
+        )
+        for name in missing
+    ]
     if as_json:
         report = {
             "findings": [asdict(one) | {"page": f"/s/{one.slug}/" if one.slug else None} for one in findings],

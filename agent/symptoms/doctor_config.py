@@ -18,17 +18,20 @@ from agent.symptoms.hazards_facts import dialect_of
 
 KNOWN = "actor_rollout_ref, trainer (verl), agentlightning, policy, grpo (NeMo-RL) or mmqa (this project)"
 _OVERRIDE = re.compile(r"[+~]*([A-Za-z_][\w]*(?:\.[\w]+)+)=(.*)", re.DOTALL)
+_HANDED = re.compile(r"--config[= ]+[\"']?([\w./-]+\.ya?ml)")
+_VLM = re.compile(r"vlm|[-_]vl(?:[-_0-9]|$)", re.IGNORECASE)
 _MAX_BYTES = 4 * 1024 * 1024
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path, missing: list[str] | None = None) -> dict[str, Any]:
     """The nested config in this file.
 
-    A string under ``defaults`` that names a file beside it is read first and merged under it, as NeMo-RL does.
+    A string under ``defaults`` that names a file beside it is read first and merged under it, as NeMo-RL does; so is
+    the YAML file that a start script hands over with ``--config``. ``missing``: gets the names of those not found.
 
     Raises ``InputError``: no such file, not text, not YAML, or none of the three layouts.
     """
-    tree = _with_parents(path, depth=0)
+    tree = _with_parents(path, 0, [] if missing is None else missing)
     if dialect_of(tree) == "unknown":
         raise InputError(
             f"{path}: not a training config: its top-level keys are {', '.join(map(str, list(tree)[:6]))}; "
@@ -37,11 +40,21 @@ def read_config(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _with_parents(path: Path, depth: int) -> dict[str, Any]:
-    tree = parse(_text(path), str(path))
+def _with_parents(path: Path, depth: int, missing: list[str]) -> dict[str, Any]:
+    text = _text(path)
+    tree = parse(text, str(path))
     parent = tree.get("defaults")
-    if isinstance(parent, str) and depth < 8 and (path.parent / parent).is_file():
-        return merged(_with_parents(path.parent / parent, depth + 1), tree)
+    if not isinstance(parent, str):
+        found = None if path.suffix in (".yaml", ".yml", ".py") else _HANDED.search(text)
+        parent = found[1] if found else None
+    if parent is None or depth >= 8:
+        return tree
+    for place in (path.parent / parent, Path(parent)):
+        if place.is_file():
+            return merged(_with_parents(place, depth + 1, missing), tree)
+    missing.append(parent)
+    if dialect_of(tree) == "nemo" and _VLM.search(parent):
+        tree = merged({"policy": {"is_vlm": True}}, tree)  # all that its name tells
     return tree
 
 

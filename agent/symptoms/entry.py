@@ -76,6 +76,7 @@ class Signature:
 
     ``role`` is ``note`` for a line that also stands in healthy logs; from ``min_count`` such lines on it is a cause
     (with a ``min_count`` of 1 it stays a note). A later line that matches ``cleared_by`` takes back those before it.
+    ``writer``: what the process prefixes of the line must match, "(EngineCore_DP0 pid=7)" for example.
     """
 
     needs: str
@@ -85,6 +86,7 @@ class Signature:
     role: str
     min_count: int
     cleared_by: str | None = None
+    writer: str | None = None
 
     @cached_property
     def _clearing(self) -> re.Pattern[str] | None:
@@ -98,8 +100,10 @@ class Signature:
     def _compiled(self) -> re.Pattern[str]:
         return re.compile(self.regex or re.escape(self.needs), re.ASCII)
 
-    def matches(self, line: str) -> bool:
-        """Whether the cleaned log line carries this signature."""
+    def matches(self, line: str, writer: str = "") -> bool:
+        """Whether the cleaned log line, which ``writer`` wrote, carries this signature."""
+        if self.writer is not None and not re.search(self.writer, writer, re.ASCII):
+            return False
         return self.needs in line and (self.regex is None or self._compiled.search(line) is not None)
 
 
@@ -187,12 +191,14 @@ def _origin(data: dict[str, Any], default_text: str) -> Origin:
 
 
 def _signature(data: dict[str, Any]) -> Signature:
-    _known(data, {"literal", "regex", "needs", "origin", "in", "role", "min_count", "cleared_by"}, "signature")
-    regex, cleared_by = data.get("regex"), data.get("cleared_by")
+    _known(
+        data, {"literal", "regex", "needs", "origin", "in", "role", "min_count", "cleared_by", "writer"}, "signature"
+    )
+    regex, cleared_by, writer = data.get("regex"), data.get("cleared_by"), data.get("writer")
     needs = data.get("needs") if regex else data.get("literal")
     if not needs or ("literal" in data) == (regex is not None):
         raise EntryError("a signature has either a literal, or a regex with the literal it needs (needs:)")
-    for expression in filter(None, (regex, cleared_by)):
+    for expression in filter(None, (regex, cleared_by, writer)):
         if _NOT_PORTABLE.search(expression):
             raise EntryError(f"regex {expression!r} is outside what Python and JavaScript read alike")
         re.compile(expression, re.ASCII)
@@ -206,6 +212,7 @@ def _signature(data: dict[str, Any]) -> Signature:
         role=_one_of(data.get("role", "cause"), ROLES, "role"),
         min_count=int(data.get("min_count", 1)),
         cleared_by=cleared_by,
+        writer=writer,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from agent.symptoms.hazards_facts import Facts, Finding, Gpu, Machine, ModelFacts, Settings
+from agent.symptoms.hazards_facts import Facts, Finding, Gpu, Machine, ModelFacts, NotANumber, Settings
 
 __all__ = ["SEVERITIES", "Finding", "Gpu", "Machine", "ModelFacts", "check"]
 
@@ -33,13 +33,16 @@ def check(config: Mapping[str, Any], versions: Mapping[str, str], machine: Machi
     facts = Facts(Settings(config), dict(versions), machine)
     checks = [*hazards_versions.CHECKS, *hazards_machine.CHECKS]
     checks += hazards_nemo.CHECKS if facts.settings.dialect == "nemo" else hazards_verl.CHECKS
-    findings = [finding for one in checks for finding in _guarded(one, facts)]
+    findings = list(dict.fromkeys(finding for one in checks for finding in _guarded(one, facts)))
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 def _guarded(one: Callable[[Facts], Iterable[Finding]], facts: Facts) -> list[Finding]:
     try:
         return list(one(facts))
+    except NotANumber as error:  # several checks may want it
+        change = f"{error.path}=1, or the number you mean"
+        return [Finding(str(error), "the run stops when it reads it", change, "", "crash")]
     except Exception as error:
         return [
             Finding(

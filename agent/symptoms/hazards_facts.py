@@ -49,6 +49,17 @@ _QWEN35_NAME = re.compile(r"(?i)qwen3[._-]?5")
 _SIZE_NAME = re.compile(r"(?i)(?<![\w.])(\d+(?:\.\d+)?)b(?![a-z])")
 
 
+NEMO_RESET = "policy.generation.vllm_cfg.reset_encoder_cache_after_weight_update"
+
+
+class NotANumber(ValueError):
+    """A value of the config that must be a number and is none."""
+
+    def __init__(self, path: str, value: object) -> None:
+        super().__init__(f"{path}={value!r} is not a number")
+        self.path = path
+
+
 @dataclass(frozen=True)
 class Finding:
     """One hazard. ``change`` is what to type or edit; ``slug`` names the page ("" if there is none)."""
@@ -131,14 +142,14 @@ class Settings:
         return value
 
     def number(self, path: str) -> float | None:
-        """``get`` as a number; ``None`` if it is not given. Raises ``ValueError`` for text that is no number."""
+        """``get`` as a number; ``None`` if it is not given. Raises ``NotANumber`` for text that is none."""
         value = self.get(path)
         if value is None or isinstance(value, bool):
             return None
         try:
             return float(value)
         except (TypeError, ValueError):
-            raise ValueError(f"{path} = {value!r} is not a number") from None
+            raise NotANumber(path, value) from None
 
     def on(self, path: str) -> bool:
         """Whether ``get`` is true, also when written as text."""
@@ -234,6 +245,8 @@ class Facts:
             return True
         if isinstance(env_map, Mapping) and any("image" in f"{key}{value}".lower() for key, value in env_map.items()):
             return True
+        if not self.model_path and settings.explicit(NEMO_RESET) is not None:
+            return True  # a switch for encoder outputs alone
         return bool(_VISION_NAME.search(self.model_path)) if self.model_path else settings.dialect != "nemo"
 
     @cached_property

@@ -95,7 +95,7 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
         f"/dev/shm has {_gib(machine.shm_total)} in all (a container's default is 64 MiB)",
         "Ray then keeps its objects on disk, and weight transfer and NCCL fail there with No space left on device",
         "start the container with --shm-size=8g (or --ipc=host)",
-        "vllm-shm-broadcast-wait",
+        "shared-memory-full",
         "slow",
     )
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from agent.symptoms.hazards_facts import Facts, Finding
+from agent.symptoms.hazards_facts import NEMO_RESET, Facts, Finding
 
 GENERATION = "policy.generation"
-RESET = f"{GENERATION}.vllm_cfg.reset_encoder_cache_after_weight_update"
+RESET = NEMO_RESET
 
 
 def _applies(facts: Facts) -> bool:

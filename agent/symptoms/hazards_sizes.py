@@ -11,6 +11,14 @@ ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
 MICRO = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
 LOG_PROB_MICRO = f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"
+REFERENCE_MICRO = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
+AT_LEAST_ONE = (
+    "data.train_batch_size",
+    f"{ACTOR}.ppo_mini_batch_size",
+    f"{ROLLOUT}.n",
+    "trainer.n_gpus_per_node",
+    "trainer.nnodes",
+)
 
 
 def _crash(what: str, why: str, change: str) -> Finding:
@@ -24,6 +32,9 @@ def batches(facts: Facts) -> Iterator[Finding]:
     mini = settings.number(f"{ACTOR}.ppo_mini_batch_size")
     per_node, nodes = settings.number("trainer.n_gpus_per_node"), settings.number("trainer.nnodes")
     dynamic = settings.on(f"{ACTOR}.use_dynamic_bsz")
+    for key in AT_LEAST_ONE:
+        if (value := settings.number(key)) is not None and value < 1:
+            yield _crash(f"{key}={value:g}", "it must be at least 1", f"{key}=1")
     if train and mini and train < mini and not dynamic:
         yield _crash(
             f"data.train_batch_size={train:g} is smaller than {ACTOR}.ppo_mini_batch_size={mini:g}",
@@ -67,7 +78,8 @@ def micro_batches(facts: Facts) -> Iterator[Finding]:
     settings = facts.settings
     if settings.on(f"{ACTOR}.use_dynamic_bsz") or "actor_rollout_ref" not in settings.tree:
         return
-    for key in (MICRO, LOG_PROB_MICRO):
+    reference = settings.on(f"{ACTOR}.use_kl_loss") or settings.on("algorithm.use_kl_in_reward")
+    for key in (MICRO, LOG_PROB_MICRO, *([REFERENCE_MICRO] if reference else [])):
         given, old = settings.explicit(key), settings.explicit(key.removesuffix("_per_gpu"))
         if given is not None and old is not None:
             yield _crash(f"{key} and {key.removesuffix('_per_gpu')} are both set", "verl refuses both", f"keep {key}")

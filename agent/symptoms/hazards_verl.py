@@ -26,6 +26,8 @@ def image_caches(facts: Facts) -> Iterator[Finding]:
     if not (_on_verl(facts) and facts.images and version) or not cache_safe_rollout(version):
         return
     settings = facts.settings
+    if settings.get(f"{ROLLOUT}.name") not in (None, "vllm"):
+        return
     if settings.number(f"{ENGINE}.mm_processor_cache_gb") == 0 or settings.on(f"{ENGINE}.additional_config.{PLUGIN}"):
         return
     if settings.dialect == "preset" and not settings.complete:
@@ -35,7 +37,7 @@ def image_caches(facts: Facts) -> Iterator[Finding]:
         "from 0.17.0 up to 0.22.0 the pause empties the engine's images and not the front end's list of them; the next "
         'request with a known image ends the engine: "Expected a cached item for mm_hash". '
         "enable_prefix_caching=False does not prevent it",
-        f"+{ENGINE}.mm_processor_cache_gb=0 (mmqa config prints the whole section), or vLLM 0.22.1",
+        f"+{ENGINE}.mm_processor_cache_gb=0 (mmqa config marks such lines), or vLLM 0.22.1",
         "mm-cache-desync",
         "crash",
     )

@@ -20,6 +20,7 @@ TRACE_LINES = 400
 
 _TRACE = b"Traceback (most recent call last)"
 _IN_TRACE = (" ", "\t", "Traceback", "\u2502", "\u256d", "\u2570")  # the last three: the box that rich draws around one
+_GROUP_LINE = re.compile(r"^ *\| ?")  # before each line of an exception group
 # Places where a log names a version: what stands before it, and the distribution.
 _VERSION_LITERALS = {
     b"LLM engine (v": "vllm",
@@ -107,7 +108,7 @@ class _Watch:
         self.found: Match | None = None
         anchored = signature.regex and re.search(r"(?<!\\)\$|(?<![\\\[])\^", signature.regex)
         self._raw = re.compile(signature.regex.encode()) if signature.regex and not anchored else None
-        self._cleaned = bool(anchored)
+        self._cleaned = bool(anchored or signature.writer)
         self.quick = self._raw is not None and (signature.regex or "").startswith(signature.needs)
         self.clears = signature.cleared_by is not None
         self._clearing = re.compile(signature.cleared_by.encode()) if signature.cleared_by else None
@@ -115,7 +116,8 @@ class _Watch:
     def matches(self, block: bytes, start: int, end: int) -> bool:
         """Whether the line carries the signature; the literal is known to be in it."""
         if self._cleaned:
-            return self.signature.matches(clean(block[start:end].decode("utf-8", "replace")))
+            raw = block[start:end].decode("utf-8", "replace")
+            return self.signature.matches(clean(raw), writer(raw))
         return self._raw is None or self._raw.search(block, start, end) is not None
 
     def cleared(self, block: bytes, start: int, end: int) -> bool:
@@ -137,12 +139,18 @@ def _time_before(block: bytes, at: int) -> str | None:
 
 
 class _Trace:
-    """Follows the first traceback of a log, through the lines of other processes, to its last line."""
+    """Follows the first traceback of a log, through the lines of other processes, to its last line.
+
+    What an unknown logger puts before "Traceback" it puts before the other lines too. Of an exception group, whose own
+    last line says nothing, it is the first exception inside.
+    """
 
     def __init__(self) -> None:
         self.last: str | None = None
         self._writer: str | None = None
         self._left = TRACE_LINES
+        self._before = ""
+        self._group = False
 
     def feed(self, text: str) -> bool:
         """Take whole lines, the first time from the traceback's own; True when the last line is known."""
@@ -150,14 +158,21 @@ class _Trace:
             who = writer(raw)
             if self._writer is None:
                 self._writer = who
+                self._before, found, _ = clean(raw).partition("Traceback")
+                self._group = self._before.endswith("+ Exception Group ")
+                if self._group or not found:
+                    self._before = ""
                 continue
             if who != self._writer:
                 continue
             self._left -= 1
-            line = clean(raw)
+            line = clean(raw).removeprefix(self._before)
+            if self._group:
+                line = "" if line.lstrip().startswith("+-") else _GROUP_LINE.sub("", line)
             if line and not line.startswith(_IN_TRACE):
                 self.last = line[:500]
-                return True
+                if not (self._group and "sub-exception" in line):
+                    return True
             if self._left <= 0:
                 return True
         return False
@@ -219,8 +234,9 @@ class _Scanner:
             # a piece of a long line begins with the end of the piece before it
             known.count += start > 0 or self._line(block, at) > known.line
         else:
-            text = clean(block[start:end].decode("utf-8", "replace"))
-            if watch.signature.matches(text):
+            raw = block[start:end].decode("utf-8", "replace")
+            text = clean(raw)
+            if watch.signature.matches(text, writer(raw)):
                 line = self._line(block, at)
                 watch.found = Match(watch.entry, watch.signature, line, text[:500], _time_before(block, at))
 

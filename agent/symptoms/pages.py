@@ -129,7 +129,7 @@ def _signs(entry: Entry) -> list[str]:
 
 def _signature(one: Signature) -> dict[str, Any]:
     fields = {"needs": one.needs, "regex": one.regex, "role": one.role, "min_count": one.min_count}
-    return fields | {"cleared_by": one.cleared_by}
+    return fields | {"cleared_by": one.cleared_by, "writer": one.writer}
 
 
 def catalogue_json() -> str:

@@ -294,6 +294,9 @@ def rollout_section(preset: str, overrides: Sequence[str] = (), vllm_version: st
     reasons = _WHY if safe else {key: why for key, why in _WHY.items() if key not in cache_reasons}
     said = "its lines are marked mm-cache-desync" if safe else "adds nothing, this version is not affected"
     head = f"# preset {preset}; cache_safe_rollout() for vLLM {vllm_version or installed_version()}: {said}"
+    if config.mmqa.backend == "cpu":
+        marked = "only the lines marked mm-cache-desync, or " if safe else ""
+        head += f"\n# made for a tiny model on a CPU: for a project on GPUs copy {marked}another preset (--preset NAME)"
     lines = _yaml_lines(OmegaConf.to_container(chosen), reasons, "", 4)  # type: ignore[arg-type]
     return "\n".join([head, "actor_rollout_ref:", "  rollout:", *lines])
 

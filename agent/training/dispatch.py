@@ -261,8 +261,8 @@ class Dispatcher:
             try:
                 response = await self._client.patch(f"/api/rollouts/{rollout}", json={"status": status})
                 problem = f"HTTP {response.status_code}" if response.status_code >= 500 else ""
-            except httpx.TransportError as error:
-                response, problem = None, f"{type(error).__name__}: {error}"
+            except httpx.TransportError as trouble:
+                response, problem = None, f"{type(trouble).__name__}: {trouble}"
             if response is None or problem:
                 if wait is None:
                     log.warning("[rollout %s] cannot report %s: %s", rollout, state, problem)

@@ -94,7 +94,9 @@ var Diagnose = (function () {
         this.entries.set(entry.slug, entry);
         for (const one of entry.signatures) {
           const compiled = (text) => (text ? new RegExp(text) : null);
-          const signature = { ...one, entry, pattern: compiled(one.regex), clearing: compiled(one.cleared_by) };
+          const signature = {
+            ...one, entry, pattern: compiled(one.regex), clearing: compiled(one.cleared_by), by: compiled(one.writer),
+          };
           if (!this.byLiteral.has(one.needs)) this.byLiteral.set(one.needs, []);
           this.byLiteral.get(one.needs).push(signature);
         }
@@ -123,7 +125,9 @@ var Diagnose = (function () {
       const causes = found.filter((one) => one.role === "cause");
       const stops = ({ entry }) => ["crash", "hang"].includes(entry.severity) && !entry.one_rollout;
       const fast = causes.filter((one) => one.entry.severity !== "slow");
-      const ranked = fast.some(stops) ? fast.filter((one) => !one.entry.one_rollout) : fast;
+      const whole = fast.some(stops) ? fast.filter((one) => !one.entry.one_rollout) : fast;
+      const counted = (one) => one.signature.role === "note"; // a cause only because such lines are many
+      const ranked = whole.some((one) => stops(one) && !counted(one)) ? whole.filter((one) => !counted(one)) : whole;
       const first = ranked[0] || causes[0] || null;
       return {
         first, found, versions,
@@ -187,19 +191,22 @@ var Diagnose = (function () {
       const hit = this.catalogue.finder.exec(raw);
       if (!hit) return;
       if (!this.trace && raw.includes(TRACE)) {
-        this.trace = { writer: writer(raw), left: TRACE_LINES, last: null, over: false };
+        const before = this.catalogue.clean(raw).split("Traceback")[0];
+        const group = before.endsWith("+ Exception Group ");
+        this.trace = { writer: writer(raw), before: group ? "" : before, group, left: TRACE_LINES, last: null, over: false };
         this.tracebackLine = this.lines;
       }
       const near = raw.length > 2 * WINDOW ? raw.slice(Math.max(0, hit.index - WINDOW), hit.index + WINDOW) : raw;
       const line = this.catalogue.clean(near);
       for (const literal of this.catalogue.literals) {
         if (!raw.includes(literal)) continue;
-        for (const signature of this.catalogue.byLiteral.get(literal)) this.compare(signature, line);
+        for (const signature of this.catalogue.byLiteral.get(literal)) this.compare(signature, line, raw);
       }
     }
 
-    compare(signature, line) {
+    compare(signature, line, raw) {
       const known = this.found.get(signature);
+      if (signature.by && !signature.by.test(writer(raw))) return;
       if (!line.includes(signature.needs) || (signature.pattern && !signature.pattern.test(line))) {
         if (known && signature.clearing && signature.clearing.test(line)) this.found.delete(signature);
       } else if (known) known.count += 1;
@@ -215,11 +222,16 @@ var Diagnose = (function () {
       const trace = this.trace;
       if (writer(raw) !== trace.writer) return;
       trace.left -= 1;
-      const line = this.catalogue.clean(raw);
+      let line = this.catalogue.clean(raw);
+      if (line.startsWith(trace.before)) line = line.slice(trace.before.length);
+      if (trace.group) line = /^ *\+-/.test(line) ? "" : line.replace(/^ *\| ?/, "");
       if (line && !/^(?:[ \t\u2502\u256d\u2570]|Traceback)/.test(line)) {
-        this.traceback = trace.last = line.slice(0, 500);
-        trace.over = true;
-      } else if (trace.left <= 0) trace.over = true;
+        trace.last = line.slice(0, 500);
+        trace.over = !(trace.group && line.includes("sub-exception"));
+        if (trace.over) this.traceback = trace.last;
+      }
+      if (trace.over) return;
+      if (trace.left <= 0) trace.over = true;
     }
 
     get matches() {

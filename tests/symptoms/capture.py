@@ -30,6 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 SAMPLES = Path(__file__).resolve().parents[2] / "agent/symptoms/samples"
 PROCESSES = "WorkerDict pid=21313", "_AglTaskRunner pid=20871", "vLLMHttpServer pid=21044"
@@ -135,6 +136,38 @@ def _(folder: Path) -> None:
     AutoModelForCausalLM.from_config(Qwen2Config(**size, **count), attn_implementation="flash_attention_2")
 
 
+def hub_says(code: int, error: str, folder: Path) -> None:
+    """What transformers makes of an answer of the hub (a stub: nothing is sent)."""
+    import httpx
+    from transformers.utils import hub
+
+    def refused(*arguments: Any, **options: Any) -> None:
+        request = httpx.Request("GET", "https://huggingface.co/Qwen/Qwen2.5-VL-3B-Instuct/resolve/main/config.json")
+        hub.hf_raise_for_status(httpx.Response(code, headers={"X-Error-Code": error}, request=request))
+
+    from huggingface_hub.utils import hf_raise_for_status
+
+    with mock.patch.multiple(hub, hf_raise_for_status=hf_raise_for_status, hf_hub_download=refused):
+        hub.cached_files("Qwen/Qwen2.5-VL-3B-Instuct", ["config.json"], cache_dir=folder)
+
+
+@sample("transformers", "hub-model-not-found", TASK)
+def _(folder: Path) -> None:
+    hub_says(401, "RepoNotFound", folder)
+
+
+@sample("transformers", "hub-model-not-found-gated", TASK)
+def _(folder: Path) -> None:
+    hub_says(403, "GatedRepo", folder)
+
+
+@sample("transformers", "hub-model-not-found-offline", TASK)
+def _(folder: Path) -> None:
+    from transformers import AutoConfig
+
+    AutoConfig.from_pretrained("Qwen/Qwen2.5-VL-3B-Instruct", cache_dir=folder)  # HF_HUB_OFFLINE=1
+
+
 @sample("transformers", "hf-folder-has-no-weights")
 def _(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, Qwen2Config
@@ -210,6 +243,19 @@ def _(folder: Path) -> None:
 
     config = verl_config("data.train_batch_size=3", "actor_rollout_ref.rollout.n=4", "trainer.n_gpus_per_node=8")
     validate_config(config, use_reference_policy=False, use_critic=False)
+
+
+@sample("verl", "batch-size-assertions-missing", TASK)
+def _(folder: Path) -> None:
+    from verl.utils.config import validate_config
+
+    config = verl_config(
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.use_dynamic_bsz=false",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    )
+    validate_config(config, use_reference_policy=True, use_critic=False)
 
 
 @sample("verl", "batch-size-assertions-empty", TASK)

@@ -266,7 +266,7 @@ def test_what_costs_a_rollout_does_not_stop_a_run(tmp_path: Path) -> None:
     root = make_run(tmp_path / "r", [row(1)], state="failed", reason=reason)
     write(root / "attempts/1/controller.log", late)
     refused = "POST failed (attempt {}/11): [Errno 111] Connection refused\n"
-    write(root / "attempts/1/trainer.log", "2026-11-29 10:05:00 x\n" + refused.format(1))
+    write(root / "attempts/1/trainer.log", "2026-11-29 10:05:00 x\n" + "".join(map(refused.format, (1, 2, 3))))
     assert found(str(root))["first"] == "pkill-kills-other-runs"
     write(root / "attempts/1/trainer.log", "step 1\n")
     assert found(str(root))["first"] is None, "signal 9 is not explained by a rollout"
@@ -420,3 +420,68 @@ def test_the_page_address_is_a_slug_too() -> None:
     assert re.search(
         r"^  \+ actor_rollout_ref", run("explain", "mm-cache-desync").stdout.replace("    +", "  +"), re.MULTILINE
     )
+
+
+# -- what must not be taken for the cause ----------------------------------------------------------------------------
+
+ENGINE = "(vLLMHttpServer pid=1) (EngineCore_DP0 pid=2) "
+WAITING = (
+    ENGINE
+    + "INFO 11-29 10:00:00 [shm_broadcast.py:5] No available shared memory broadcast block found in 60 seconds.\n"
+)
+POST = "(TaskRunner pid=1) POST failed (attempt 1/11): Server disconnected without sending a response.\n"
+GET = "(TaskRunner pid=1) GET failed (attempt 1/3): [Errno 104] Connection reset by peer\n"
+
+
+@pytest.mark.parametrize("before", [POST, GET * 3, WAITING * 5], ids=["one POST", "some GETs", "waits"])
+def test_what_many_lines_hint_at_gives_way_to_what_one_line_says(tmp_path: Path, before: str) -> None:
+    assert found(write(tmp_path / "a.log", before + DESYNC))["first"] == "mm-cache-desync"
+
+
+def test_a_call_that_was_made_again_with_success_is_no_fault(tmp_path: Path) -> None:
+    assert found(write(tmp_path / "a.log", POST + "step 1\n"))["first"] is None
+
+
+def test_whose_memory_ran_out_is_told_by_who_wrote_the_line(tmp_path: Path) -> None:
+    oom = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 594.00 MiB.\n"
+    for who, slug in ((ENGINE, "vllm-start-memory"), ("(WorkerDict pid=3) ", "torch-oom-actor-step")):
+        assert found(write(tmp_path / "a.log", who + oom))["first"] == slug
+    assert found(write(tmp_path / "a.log", "(Worker_TP0 pid=9) " + oom))["first"] == "vllm-start-memory"
+    assert found(write(tmp_path / "a.log", oom))["first"] == "torch-oom-actor-step"
+
+
+def test_a_key_that_another_server_refuses_is_not_the_gateways(tmp_path: Path) -> None:
+    for url in ("https://api.openai.com/v1/chat/completions", "https://hub.example/m/resolve/main/config.json"):
+        line = f"httpx.HTTPStatusError: Client error '401 Unauthorized' for url '{url}'\n"
+        assert found(write(tmp_path / "a.log", line))["first"] is None
+
+
+@pytest.mark.parametrize(
+    "prefix", ["[rank0]: ", "2026-11-29T10:00:00.123456789Z stdout F ", "2026-11-29 10:00 ERROR a "]
+)
+def test_a_tracebacks_last_line_is_found_behind_any_prefix(tmp_path: Path, prefix: str) -> None:
+    lines = ("Traceback (most recent call last):", '  File "/app/t.py", line 5, in f', "    g()", "KeyError: 'foo'")
+    log = write(tmp_path / "a.log", "".join(f"{prefix}{line}\n" for line in lines) + f"{prefix}more\n")
+    assert found(log)["traceback"].endswith("KeyError: 'foo'")
+
+
+def test_of_an_exception_group_the_first_exception_inside_is_told(tmp_path: Path) -> None:
+    log = write(
+        tmp_path / "a.log",
+        "  + Exception Group Traceback (most recent call last):\n"
+        '  |   File "x.py", line 1, in <module>\n'
+        "  | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)\n"
+        "  +-+---------------- 1 ----------------\n"
+        "    | Traceback (most recent call last):\n"
+        '    |   File "x.py", line 2\n'
+        "    | ValueError: no such colour\n"
+        "    +------------------------------------\n",
+    )
+    assert found(log)["traceback"] == "ValueError: no such colour"
+
+
+def test_a_limit_that_is_no_number_does_not_break_the_diagnosis(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "r", [row(1)])
+    for text in ("null", "abc"):
+        write(root / "config.yaml", f"mmqa: {{max_logprob_gap: {text}}}\n")
+        assert run("diagnose", str(root)).exit_code == 0

@@ -144,6 +144,48 @@ def test_nemo_config_is_read_over_its_parent(tmp_path: Path) -> None:
     assert generation == {"colocated": {"enabled": False}, "backend": "vllm"}
 
 
+NEMO_OVERRIDES = (
+    "grpo.async_grpo.enabled=true grpo.async_grpo.in_flight_weight_updates=true policy.generation.backend=vllm "
+    "policy.generation.colocated.enabled=false "
+)
+RESET = "policy.generation.vllm_cfg.reset_encoder_cache_after_weight_update=true"
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "slug"),
+    [
+        ("vlm_grpo_3B.yaml", RESET, "encoder-cache-miss"),
+        ("grpo.yaml", RESET, "encoder-cache-miss"),  # the switch is for pictures alone
+        ("vlm_grpo_3B.yaml", "", "stale-encoder-output"),
+        ("grpo_math_1B.yaml", "", None),
+    ],
+)
+def test_a_script_with_a_config_that_is_not_here_is_checked_and_that_is_said(
+    app: typer.Typer, tmp_path: Path, name: str, more: str, slug: str | None
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"uv run examples/run_grpo.py --config examples/configs/{name} \\\n  {NEMO_OVERRIDES}{more}\n")
+    result = CliRunner().invoke(app, ["doctor", "--config", str(script), "--json"])
+    found = {one["slug"]: one for one in json.loads(result.stdout)["findings"] if one["severity"] != "slow"}
+    assert (slug in found) if slug else not {"encoder-cache-miss", "stale-encoder-output"} & found.keys()
+    assert f"examples/configs/{name}, which" in result.stdout
+    (tmp_path / "examples/configs").mkdir(parents=True)
+    (tmp_path / f"examples/configs/{name}").write_text("policy: {model_name: meta-llama/Llama-3.1-8B}\n")
+    result = CliRunner().invoke(app, ["doctor", "--config", str(script), "--json"])
+    assert "which" not in {one["what"] for one in json.loads(result.stdout)["findings"]} and name not in result.stdout
+
+
+def test_a_parent_that_is_not_here_is_named(app: typer.Typer, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("defaults: gone.yaml\n" + "policy: {model_name: Qwen/Qwen2.5-VL-3B-Instruct}\n")
+    assert "gone.yaml, which" in CliRunner().invoke(app, ["doctor", "--config", str(tmp_path / "a.yaml")]).stdout
+
+
+def test_an_anchor_that_holds_itself_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("trainer: &a\n  b: *a\n")
+    with pytest.raises(InputError, match="an anchor in it holds itself"):
+        read_config(tmp_path / "a.yaml")
+
+
 def test_machine_reads_model_disk_and_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("WANDB_API_KEY", "NETRC", "HF_HOME", "WANDB_BASE_URL"):

@@ -131,7 +131,7 @@ CASES = [
          applies=False),
     Case("checkpoint-partial-or-disk-full", "crash", machine={"disk_free": 20 * GIB}, applies=False),
     Case("checkpoint-partial-or-disk-full", "silent", machine={"disk_free": 40 * GIB}, applies=False),
-    Case("vllm-shm-broadcast-wait", "slow", machine={"shm_total": GIB // 16}, applies=False),
+    Case("shared-memory-full", "slow", machine={"shm_total": GIB // 16}, applies=False),
     Case("ray-host-memory-kill", "crash", "actor_rollout_ref.actor.fsdp_config: {param_offload: true, "
          "optimizer_offload: true}", machine={"memory_total": 16 * GIB}),
     Case("ray-gpu-shortage", "crash", "trainer.n_gpus_per_node: 2"),
@@ -174,6 +174,31 @@ def test_found_and_gone_after_the_advised_change(case: Case) -> None:
         text = re.match(r"\[.*?\]", finding.change[finding.change.index(f"{key}=") + len(key) + 1 :])
         config = merged(config, parse(f"{key}: {text[0] if text else value}", "change"))
     assert case.slug not in {one.slug for one in check(config, versions, machine)}, finding.change
+
+
+@pytest.mark.parametrize("term", ["actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward"])
+def test_with_a_kl_term_the_reference_needs_its_micro_batch(term: str) -> None:
+    given = f"{HEALTHY}{term}: true\n"
+    (finding,) = check(parse(given, "base"), VERSIONS, MACHINE)
+    assert (finding.slug, finding.severity) == ("batch-size-assertions", "crash")
+    assert finding.change == "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1"
+    given += "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu: 1\n"
+    assert check(parse(given, "base"), VERSIONS, MACHINE) == []
+
+
+def test_a_size_that_is_no_number_or_none_is_told_once() -> None:
+    for text, said in (("eight", "='eight' is not a number"), ("0", "=0")):
+        config = parse(HEALTHY + f"actor_rollout_ref.actor.ppo_mini_batch_size: {text}\n", "base")
+        found = [one for one in check(config, VERSIONS, MACHINE) if one.severity == "crash"]
+        assert [one.what for one in found] == [f"actor_rollout_ref.actor.ppo_mini_batch_size{said}"]
+    assert "trainer.nnodes=0" in check(parse(HEALTHY + "trainer.nnodes: 0\n", "base"), VERSIONS, MACHINE)[0].what
+
+
+def test_another_engine_has_no_such_caches() -> None:
+    old = VERSIONS | {"vllm": "0.20.2"}
+    assert "mm-cache-desync" in {one.slug for one in check(parse(HEALTHY, "base"), old, MACHINE)}
+    other = parse(HEALTHY + f"{ROLLOUT}.name: sglang\n", "base")
+    assert "mm-cache-desync" not in {one.slug for one in check(other, old, MACHINE)}
 
 
 def test_every_finding_has_its_page() -> None:
@@ -290,8 +315,7 @@ def test_a_failing_check_is_a_finding_and_the_others_run(monkeypatch: pytest.Mon
 def test_a_value_of_the_wrong_kind_is_a_finding_too() -> None:
     config = merged(parse(HEALTHY, "base"), {"data": {"train_batch_size": "many"}})
     found = check(config, VERSIONS, MACHINE)
-    assert found and all(one.severity == "noise" for one in found)
-    assert "data.train_batch_size = 'many' is not a number" in found[0].what
+    assert [(one.what, one.severity) for one in found] == [("data.train_batch_size='many' is not a number", "crash")]
 
 
 def test_worst_first() -> None:

@@ -65,6 +65,7 @@ def run_chat(gateway, **options):
         (completion("", "error", 0), None),
         (completion("half", "abort"), None),
         (completion("", "stop", 0), None),
+        (completion([{"type": "text", "text": "hi"}]), None),  # parts instead of a text
         ({"choices": []}, None),
         ({"choices": [{"message": None, "finish_reason": "stop"}]}, None),
         ({}, None),

@@ -200,7 +200,7 @@ def recompose(saved: Path, overrides: Sequence[str] = (), *, vllm_before: str | 
     """
     from omegaconf import OmegaConf
 
-    config = OmegaConf.create(load_yaml(saved))
+    config = OmegaConf.merge({"mmqa": MMQA_DEFAULTS}, load_yaml(saved))  # a key may be newer than the run
     known: Any = OmegaConf.to_container(config, resolve=False)
     given = parse_overrides(overrides)
     schema.refuse_unknown(given, known, "the command line")
@@ -208,9 +208,10 @@ def recompose(saved: Path, overrides: Sequence[str] = (), *, vllm_before: str | 
     kept = {**MMQA_DEFAULTS["cache"], **_cache_keys(known)}
     before, now = _cache_safe(kept, vllm_before), _cache_safe({**kept, **_cache_keys(given)}, None)
     if before != now:
+        rollout: Any = OmegaConf.to_container(config.actor_rollout_ref.rollout, resolve=False)
         defaults: Any = OmegaConf.to_container(upstream_defaults().actor_rollout_ref.rollout, resolve=False)
-        _take_back(known["actor_rollout_ref"]["rollout"], before, defaults)
-        config = OmegaConf.create(known)
+        _take_back(rollout, before, defaults)
+        config.actor_rollout_ref.rollout = rollout
     return _derived(OmegaConf.merge(config, _rollout(now if before != now else {}), given))
 
 

@@ -169,6 +169,15 @@ def test_on_going_on_the_cache_settings_follow_the_installed_engine_and_the_keys
     assert settings(rollout(before="0.22.1")) == (False, 0), "an engine that is affected now"
 
 
+def test_a_run_begun_before_a_key_was_there_takes_its_default(tmp_path):
+    file = saved_config(tmp_path)
+    file.write_text("".join(line for line in file.read_text().splitlines(True) if "keep_best" not in line))
+    assert configs.recompose(file).mmqa.keep_best is True
+    file.write_text("a: 1\n")
+    with pytest.raises(InputError, match=r"configuration: actor_rollout_ref: Missing key"):
+        configs.recompose(file, vllm_before="0.21.0")
+
+
 def test_unknown_preset_names_the_nearest():
     with pytest.raises(InputError, match=r"unknown preset 'cpus'.*did you mean cpu"):
         configs.compose("cpus")

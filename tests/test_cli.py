@@ -24,7 +24,18 @@ def mmqa(*arguments, cwd=None):
 def test_every_command_has_help():
     top = mmqa("--help")
     assert top.returncode == 0
-    for command in ("train", "config", "ask", "checkpoints", "export", "doctor", "diagnose", "explain", "probe-engine"):
+    for command in (
+        "train",
+        "config",
+        "ask",
+        "eval",
+        "checkpoints",
+        "export",
+        "doctor",
+        "diagnose",
+        "explain",
+        "probe-engine",
+    ):
         done = mmqa(command, "--help")
         assert done.returncode == 0 and "Usage" in done.stdout
 
@@ -38,6 +49,10 @@ def test_every_command_has_help():
         (["train", "--task", "circle"], "did you mean circles?"),
         (["train", "--steps", "0"], "must be a whole number of at least 1"),
         (["train", "--task", "folder"], "the tiny model is made for the tasks digits, circles"),
+        (["eval", "gone", "--split", "test"], "must be val (held out) or train"),
+        (["eval", "gone", "--step", "3"], "gone is no run directory, so it has no checkpoints"),
+        (["eval", "."], "neither a run directory nor a model's folder"),
+        (["eval", "./gone"], "no such folder"),
         (["ask", "gone.png", "What?", "--url", "http://127.0.0.1:9/v1", "--model", "m"], "gone.png: No such file"),
     ],
 )

@@ -22,6 +22,7 @@ def register(app: typer.Typer) -> None:
     app.command()(train)
     app.command()(config)
     app.command()(ask)
+    app.command("eval")(evaluate)
     app.command()(checkpoints)
     app.command()(export)
 
@@ -87,6 +88,44 @@ def ask(
     for reply in asked.replies:
         typer.echo(reply)
     typer.echo(f"answer: {asked.answer.value!r} ({asked.answer.form})")
+
+
+def evaluate(
+    target: Annotated[
+        str, typer.Argument(metavar="RUN_OR_MODEL", help="A run directory, a model's folder or its name.")
+    ],
+    overrides: Overrides = None,
+    step: Annotated[str | None, typer.Option(help="A run's step, or best (default: the newest whole one).")] = None,
+    split: Annotated[str, typer.Option(help="val: the held-out questions; train: those of the training.")] = "val",
+    blank_images: Annotated[
+        bool, typer.Option("--blank-images", help="Every picture white: what guessing gives.")
+    ] = False,
+    preset: Annotated[str | None, typer.Option(help="For a model: the preset to load it with (default: cpu).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Answer held-out questions with a run's checkpoint or a model, greedily, and say how many are right."""
+    import json
+
+    from rich.console import Console
+
+    from agent.training import evaluate as evaluating
+    from agent.training.display import Display
+
+    display = Display(0, Console(highlight=False, soft_wrap=True, stderr=True)) if as_json else None
+    found = evaluating.evaluate(
+        target,
+        overrides or (),
+        preset=preset,
+        step=step,
+        split=split,
+        blank_images=blank_images,
+        display=display,
+    )
+    if as_json:
+        typer.echo(json.dumps(evaluating.as_dict(found)))
+        return
+    typer.echo(found.line())
+    typer.echo(f"samples: {found.folder}/samples.jsonl")
 
 
 def checkpoints(

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from small_run import ENV, HERE, ROLLOUTS, SMALL, needs_engine, processes_of, train
 
 pytestmark = [
@@ -254,6 +255,35 @@ def test_an_export_gives_the_actors_log_probs_in_transformers_and_in_vllm(run, e
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     found = torch.tensor(json.loads((tmp_path / "found.json").read_text()))
     assert (found - loaded).abs().max().item() < 0.01
+
+
+def evaluated(target, *arguments, cwd):
+    """What ``mmqa eval`` prints, as an object."""
+    command = [sys.executable, "-m", "agent.cli", "eval", str(target), "--json", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=ENV, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def test_an_evaluation_finds_what_the_runs_own_validation_found(run, tmp_path):
+    metrics = (run["root"] / "metrics.jsonl").read_text()
+    found = evaluated(run["root"], "--step", "2", cwd=tmp_path)
+    last = json.loads(metrics.splitlines()[-1])
+    assert (found["step"], found["scored"], found["failed"], found["blank_images"]) == (2, 8, 0, False)
+    assert found["reward"] == pytest.approx(last["val/reward"]), "greedy answers of the same weights"
+    assert found["right"] == pytest.approx(last["val/accuracy_any_form"])
+    assert 0 <= found["low"] <= found["right"] <= found["high"] <= 1
+    assert (run["root"] / "metrics.jsonl").read_text() == metrics
+    assert Path(found["folder"]) == run["root"] / "evals/1" and processes_of(found["folder"]) == []
+
+
+def test_a_model_is_evaluated_without_its_pictures(exported, tmp_path):
+    found = evaluated(exported, "--blank-images", "mmqa.val_samples=6", cwd=tmp_path)
+    assert (found["step"], found["scored"], found["blank_images"]) == (0, 6, True)
+    folder = Path(found["folder"])
+    assert folder.parent == tmp_path / "runs"
+    (picture,) = {url for one in jsonl(folder / "samples.jsonl") for url in one["images"]}
+    assert Image.open(picture.removeprefix("file://")).convert("RGB").getextrema() == ((255, 255),) * 3
 
 
 def test_the_commands_of_the_resuming_guide(run, tmp_path):

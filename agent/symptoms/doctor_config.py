@@ -42,11 +42,15 @@ def read_config(path: Path, missing: list[str] | None = None) -> dict[str, Any]:
 
 def _with_parents(path: Path, depth: int, missing: list[str]) -> dict[str, Any]:
     text = _text(path)
-    tree = parse(text, str(path))
-    parent = tree.get("defaults")
-    if not isinstance(parent, str):
-        found = None if path.suffix in (".yaml", ".yml", ".py") else _HANDED.search(text)
-        parent = found[1] if found else None
+    handed = None if path.suffix in (".yaml", ".yml", ".py") else _HANDED.search(text)
+    try:
+        tree = parse(text, str(path))
+    except InputError:
+        if handed is None:
+            raise
+        tree = {}  # a script that hands over a config, and no override besides
+    parent = handed[1] if handed else tree.get("defaults")
+    parent = parent if isinstance(parent, str) else None
     if parent is None or depth >= 8:
         return tree
     for place in (path.parent / parent, Path(parent)):

@@ -60,7 +60,7 @@ _Loader.yaml_implicit_resolvers = {
     for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
 
 
@@ -105,7 +105,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not a text file in UTF-8") from None
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         raise InputError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', error)})") from None
@@ -230,7 +230,8 @@ def _take_back(settings: dict[str, Any], added: dict[str, Any], defaults: dict[s
 def _check_kinds(known: Any, given: Any, where: str, path: str = "") -> None:
     """A number where the default is a number, a bool where it is a bool, a section where it is a section.
 
-    A default of null takes anything; so does one that refers to another key. Raises ``InputError``.
+    A whole number is wanted where the default is one, but for 0 and 1: verl writes shares and temperatures so. A
+    default of null takes anything; so does one that refers to another key. Raises ``InputError``.
     """
     for key, value in given.items():
         default = known.get(key) if isinstance(known, dict) else None
@@ -247,7 +248,8 @@ def _check_kinds(known: Any, given: Any, where: str, path: str = "") -> None:
             good = isinstance(value, bool)
         elif isinstance(default, int | float):
             whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-            good = not isinstance(value, bool) and (whole or (isinstance(default, float) and isinstance(value, float)))
+            share = isinstance(default, float) or default in (0, 1)
+            good = not isinstance(value, bool) and (whole or (share and isinstance(value, float)))
         else:
             continue
         if not good and not (isinstance(value, str) and value.startswith("${")) and value is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from agent.errors import InputError
 from agent.images import ImageError, ImageStore
 from agent.training.rundir import RunDir, read_jsonl, write_jsonl
 
+STOCK_AGENT = "agent.loop.MultimodalQAAgent"
 MAX_ROW_BYTES = 100_000  # a row travels in one environment variable; Linux refuses 131,072 bytes and more
 
 
@@ -76,10 +77,16 @@ def _put(store: ImageStore, image: Image.Image | str, blank: bool) -> str:
 
 
 def images_in_a_row(config: Any) -> int | None:
-    """How many pictures of a row the engine takes: its limit for a prompt, less those that zooming adds; None: any."""
-    limits = config.actor_rollout_ref.rollout.engine_kwargs.vllm.get("limit_mm_per_prompt") or {}
-    limit = limits.get("image")
-    return None if limit is None else int(limit) - (int(config.mmqa.agent.max_turns) - 1)
+    """How many pictures of a row the engine takes: its limit for a prompt, less those that zooming adds.
+
+    None: any number, or a limit that is not written out. An agent of the user's own may never zoom.
+    """
+    limits = (config.actor_rollout_ref.rollout.engine_kwargs.vllm or {}).get("limit_mm_per_prompt")
+    limit = limits.get("image") if isinstance(limits, Mapping) else None
+    limit = limit.get("count") if isinstance(limit, Mapping) else limit
+    if not isinstance(limit, int):
+        return None
+    return limit - (config.mmqa.agent.max_turns - 1 if config.mmqa.agent_class == STOCK_AGENT else 0)
 
 
 def write_rows(run: RunDir, config: Any, report: Callable[[str], None] = lambda line: None) -> dict[str, int]:

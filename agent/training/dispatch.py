@@ -129,6 +129,7 @@ class Dispatcher:
         self._background: set[asyncio.Task[None]] = set()
         self._claimed: set[str] = set()  # taken from the gateway and not yet reported back
         self._beginning: set[str] = set()  # those of them that the gateway still lists as queuing
+        self._reconciling: asyncio.Task[None] | None = None
         self._unknown: set[str] = set()  # running at the gateway and not here, at the last look
         self._waiting = False  # whether more wait at the gateway than there were slots
         self._look = asyncio.Event()  # look for rollouts now
@@ -184,6 +185,8 @@ class Dispatcher:
                 Path(self._doorbell).unlink(missing_ok=True)
 
     async def _shutdown(self) -> None:
+        if self._reconciling is not None:
+            self._reconciling.cancel()
         for job in self._pool.close():
             self._spawn(self._report(job, SHUTDOWN))
         if self._background:
@@ -298,10 +301,11 @@ class Dispatcher:
         if self._waiting and self._slots - len(self._claimed) >= max(1, self._slots // 4):
             self._look.set()
 
-    def _spawn(self, coroutine: Any) -> None:
+    def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     # -- time-outs, hung workers, rollouts that are gone ------------------------------------------------------------
 
@@ -311,10 +315,9 @@ class Dispatcher:
             await asyncio.sleep(0.2)
             now = time.monotonic()
             self._pool.care(now)
-            if now - reconciled > RECONCILE_SECONDS:
+            if now - reconciled > RECONCILE_SECONDS and (self._reconciling is None or self._reconciling.done()):
                 reconciled = now
-                with contextlib.suppress(httpx.HTTPError, ValueError):
-                    await self._reconcile()
+                self._reconciling = self._spawn(self._reconcile())  # beside the pings: a slow gateway deafens no worker
 
     async def _reconcile(self) -> None:
         """Cancel rollouts that the gateway no longer has or has ended; fail those that run at the gateway alone.
@@ -324,9 +327,12 @@ class Dispatcher:
         """
         before = {job.rollout for job in self._pool.jobs()}
         params = {"state_in": "running", "limit": "1000000"}
-        response = await self._client.get("/api/rollouts", params=params)
-        response.raise_for_status()
-        known = {one["rollout_id"] for one in response.json()}
+        try:
+            response = await self._client.get("/api/rollouts", params=params)
+            response.raise_for_status()
+            known = {one["rollout_id"] for one in response.json()}
+        except (httpx.HTTPError, ValueError):
+            return
         for job in self._pool.jobs():  # what ended meanwhile is no longer among them
             if job.rollout in before - known:
                 log.warning("[rollout %s] no longer running at the gateway (deleted, or it restarted)", job.rollout)

@@ -20,7 +20,7 @@ from agent.training import resume as resuming
 from agent.training.checkpoints import choose
 from agent.training.display import Display
 from agent.training.resume import Start
-from agent.training.rundir import RunDir, read_jsonl, write_jsonl, write_text
+from agent.training.rundir import RunDir, read_jsonl, write_json, write_jsonl, write_text
 from agent.training.saving import SaveRefused
 from agent.training.supervise import supervise
 from agent.training.trainer import accuracy_metrics
@@ -148,6 +148,7 @@ def _measure(own: RunDir, config: Any, start: Start, split: str, display: Displa
         config.trainer.resume_from_path = str(folder) if folder else None
         for place in (own.attempt(attempt) / "config.yaml", own.config):
             write_text(place, OmegaConf.to_yaml(config))
+        write_json(own.versions, run.versions())
         outcome = supervise(own, attempt, config, display)
         run.clean_up(own)
     if outcome.state == "failed":

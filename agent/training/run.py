@@ -175,7 +175,7 @@ def _attempt(run: RunDir, config: Any, start: Start, notes: Sequence[str]) -> Pa
                 prepare(run, config, display)
             except BaseException:  # Ctrl-C too
                 if not begun:  # the same command must work once the input is right
-                    shutil.rmtree(run.root if new else run.rows("train").parent, ignore_errors=True)
+                    forget_rows(run, new)
                 raise
             clean_up(run)
             attempt = run.new_attempt()
@@ -197,6 +197,14 @@ def _attempt(run: RunDir, config: Any, start: Start, notes: Sequence[str]) -> Pa
     return conclude(run, outcome, display)
 
 
+def forget_rows(run: RunDir, new: bool) -> None:
+    """Take back what a start that was refused has written; ``new``: the folder was made by it, and goes as a whole."""
+    if new:
+        shutil.rmtree(run.root, ignore_errors=True)
+    for split in ("train", "val"):  # the folder may be the user's own, with other files in it
+        run.rows(split).unlink(missing_ok=True)
+
+
 def refuse_rows_of_no_run(run: RunDir) -> None:
     """Raise ``InputError`` if the folder of a new run holds rows: they would be trained on, or written over."""
     for split in ("train", "val"):
@@ -208,7 +216,7 @@ def refuse_rows_of_no_run(run: RunDir) -> None:
 
 
 def prepare(run: RunDir, config: Any, display: Display) -> None:
-    """The tiny model if asked for, rows and pictures, and ``versions.json``. A run that goes on keeps its rows."""
+    """The tiny model if asked for, rows and pictures. A run that goes on keeps its rows."""
     model = config.actor_rollout_ref.model
     if model.path == "tiny" or (tiny_vlm.is_cached_path(model.path) and not Path(model.path).exists()):
         display.waiting("the tiny model")
@@ -217,11 +225,10 @@ def prepare(run: RunDir, config: Any, display: Display) -> None:
         data.write_rows(run, config, display.say)
     elif moved := data.follow_move(run):
         display.say(f"  the run directory was moved: the pictures of {moved} rows are read from {run.images}")
-    write_json(run.versions, versions())
 
 
 def begin_at(run: RunDir, config: Any, start: Start, attempt: int, display: Display) -> None:
-    """Set where the attempt begins in the configuration and in the run's files, and write ``config.yaml``."""
+    """Set where the attempt begins in configuration and files; write ``config.yaml`` and ``versions.json``."""
     from omegaconf import OmegaConf
 
     before_the_attempt = OmegaConf.to_yaml(config)
@@ -232,7 +239,9 @@ def begin_at(run: RunDir, config: Any, start: Start, attempt: int, display: Disp
     if folder:  # it was validated when it was made
         config.trainer.val_before_train = False
     write_text(run.attempt(attempt) / "config.yaml", OmegaConf.to_yaml(config))
-    write_text(run.config, before_the_attempt)  # only now: nothing can refuse the changes any more
+    # only now: nothing can refuse the changes any more; the versions last, since the settings were chosen for them
+    write_text(run.config, before_the_attempt)
+    write_json(run.versions, versions())
     if redone := resuming.supersede(run, start.step, attempt):
         display.say(f"  {redone} step(s) after step {start.step} are made again (old figures: attempts/{attempt})")
 

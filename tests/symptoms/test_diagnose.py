@@ -451,7 +451,7 @@ def test_whose_memory_ran_out_is_told_by_who_wrote_the_line(tmp_path: Path) -> N
 
 
 def test_a_key_that_another_server_refuses_is_not_the_gateways(tmp_path: Path) -> None:
-    for url in ("https://api.openai.com/v1/chat/completions", "https://hub.example/m/resolve/main/config.json"):
+    for url in ("https://api.openai.com/v1/chat/completions", "https://huggingface.co/m/resolve/main/config.json"):
         line = f"httpx.HTTPStatusError: Client error '401 Unauthorized' for url '{url}'\n"
         assert found(write(tmp_path / "a.log", line))["first"] is None
 
@@ -485,3 +485,15 @@ def test_a_limit_that_is_no_number_does_not_break_the_diagnosis(tmp_path: Path) 
     for text in ("null", "abc"):
         write(root / "config.yaml", f"mmqa: {{max_logprob_gap: {text}}}\n")
         assert run("diagnose", str(root)).exit_code == 0
+
+
+def test_a_gateway_behind_https_is_one_too(tmp_path: Path) -> None:
+    line = "httpx.HTTPStatusError: Client error '401 Unauthorized' for url 'https://agl.example.com/api/rollouts'\n"
+    assert found(write(tmp_path / "a.log", line))["first"] == "gateway-401"
+
+
+def test_shared_memory_is_told_from_a_disk_in_either_order(tmp_path: Path) -> None:
+    for line in ("OSError: [Errno 28] No space left on device: '/dev/shm/torch_1_2'\n", "/dev/shm/x: " + FULL):
+        assert found(write(tmp_path / "a.log", line))["first"] == "shared-memory-full"
+    disk = "OSError: [Errno 28] No space left on device: '/data/x'\n"
+    assert found(write(tmp_path / "a.log", disk))["first"] == "checkpoint-partial-or-disk-full"

@@ -175,6 +175,12 @@ def test_a_script_with_a_config_that_is_not_here_is_checked_and_that_is_said(
     assert "which" not in {one["what"] for one in json.loads(result.stdout)["findings"]} and name not in result.stdout
 
 
+def test_a_script_that_only_hands_over_a_config_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("policy: {model_name: m}\n")
+    (tmp_path / "run.sh").write_text("uv run examples/run_grpo.py --config own.yaml\n")
+    assert read_config(tmp_path / "run.sh") == {"policy": {"model_name": "m"}}
+
+
 def test_a_parent_that_is_not_here_is_named(app: typer.Typer, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("defaults: gone.yaml\n" + "policy: {model_name: Qwen/Qwen2.5-VL-3B-Instruct}\n")
     assert "gone.yaml, which" in CliRunner().invoke(app, ["doctor", "--config", str(tmp_path / "a.yaml")]).stdout

@@ -11,7 +11,7 @@ from agent import tasks
 from agent.errors import InputError
 from agent.images import ImageStore
 from agent.tasks import circles, folder
-from agent.training.data import build_rows, write_rows
+from agent.training.data import STOCK_AGENT, build_rows, images_in_a_row, write_rows
 from agent.training.rundir import RunDir, read_jsonl
 
 
@@ -100,7 +100,9 @@ def test_odd_texts_are_kept_or_named(tmp_path):
     keys = {"task": "folder", "data_root": tmp_path / "2024", "train_samples": 9, "val_samples": 9, "seed": 1}
     engine = SimpleNamespace(vllm={"limit_mm_per_prompt": {"image": 2}})
     own = SimpleNamespace(
-        mmqa=Settings(keys, blank_images=False, max_pixels=1000, agent=SimpleNamespace(max_turns=1)),
+        mmqa=Settings(
+            keys, blank_images=False, max_pixels=1000, agent=SimpleNamespace(max_turns=1), agent_class=STOCK_AGENT
+        ),
         actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(engine_kwargs=engine)),
     )
     assert write_rows(run, own) == {"train": 2, "val": 2}
@@ -108,7 +110,14 @@ def test_odd_texts_are_kept_or_named(tmp_path):
     own.mmqa["agent"].max_turns = 3
     with pytest.raises(InputError, match=r"row train-1: 1 pictures, the engine takes 0 from a row; raise .*image"):
         write_rows(run, own)
-    own.mmqa["agent"].max_turns = 1
+    own.mmqa["agent_class"] = "own.Agent"
+    assert images_in_a_row(own) == 2, "an agent of one's own may not zoom"
+    for limit, number in (({"count": 4, "width": 64}, 4), (3, 3), (None, None)):
+        engine.vllm["limit_mm_per_prompt"] = {"image": limit}
+        assert images_in_a_row(own) == number
+    for limits in ('{"image": 2}', None):
+        engine.vllm["limit_mm_per_prompt"] = limits
+        assert images_in_a_row(own) is None
     (tmp_path / "2024" / "val.jsonl").write_bytes('{"question": "größe"}'.encode("latin-1"))
     with pytest.raises(InputError, match=r"val\.jsonl: not a text in UTF-8"):
         write_rows(run, own)

@@ -1,6 +1,7 @@
 """Presets compose, unknown keys are named, wrong values are one line."""
 
 import importlib.util
+import sys
 
 import pytest
 import yaml
@@ -139,6 +140,38 @@ def test_a_day_is_a_text_in_overrides_and_presets(tmp_path):
     preset.write_text("data: {train_batch_size: eight}\n")
     with pytest.raises(InputError, match=r"data\.train_batch_size=eight in preset own\.yaml: expected int"):
         configs.compose(str(preset))
+
+
+@pytest.mark.parametrize("text", ["3e8f2a1", "1e5-lr", "2e4_run"])
+def test_a_name_that_begins_like_a_number_is_a_name(tmp_path, text):
+    composed = configs.compose("cpu", [f"trainer.experiment_name={text}"])
+    assert composed.trainer.experiment_name == text
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(composed))
+    assert configs.recompose(tmp_path / "config.yaml").trainer.experiment_name == text
+
+
+def test_a_share_may_be_given_where_verl_writes_a_whole_number(tmp_path):
+    preset = tmp_path / "own.yaml"
+    preset.write_text(
+        "actor_rollout_ref: {actor: {entropy_coeff: 0.001}, rollout: {top_p: 0.95, val_kwargs: {temperature: 0.6}}}\n"
+    )
+    assert configs.compose(str(preset)).actor_rollout_ref.rollout.top_p == 0.95
+    assert configs.recompose(saved_config(tmp_path), ["mmqa.max_logprob_gap=0.5"]).mmqa.max_logprob_gap == 0.5
+
+
+def test_an_agent_is_found_without_running_its_package(tmp_path, monkeypatch):
+    (tmp_path / "needy/inner").mkdir(parents=True)
+    (tmp_path / "needy/__init__.py").write_text("import os\nos.environ['AGL_EVENT_URL']\n")
+    (tmp_path / "needy/inner/agents.py").write_text("from somewhere import Base\nclass Mine(Base): ...\n")
+    monkeypatch.chdir(tmp_path)  # where the controller's processes look too
+    for name in ("Mine", "Base"):
+        preflight.check_agent_class(f"needy.inner.agents.{name}")
+        preflight.check_agent_class(f"needy.inner.agents:{name}")
+    with pytest.raises(InputError, match=r"agents\.py defines no Mein; did you mean Mine"):
+        preflight.check_agent_class("needy.inner.agents.Mein")
+    with pytest.raises(InputError, match=r"no module 'needy\.other' is found"):
+        preflight.check_agent_class("needy.other.Mine")
+    assert "needy" not in sys.modules
 
 
 def saved_config(folder, *overrides, vllm="0.22.1"):

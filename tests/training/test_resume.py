@@ -143,6 +143,18 @@ def test_rows_of_no_run_are_neither_trained_on_nor_written_over(tmp_path):
         run.refuse_rows_of_no_run(folder)
 
 
+def test_a_start_that_is_refused_takes_back_its_rows_and_nothing_else(tmp_path):
+    folder = RunDir(tmp_path / "own")
+    (folder.root / "data").mkdir(parents=True)
+    (folder.root / "data/precious.png").touch()
+    rows_in(folder, "x")
+    run.forget_rows(folder, new=False)
+    assert [one.name for one in (folder.root / "data").iterdir()] == ["precious.png"]
+    run.forget_rows(RunDir(tmp_path / "made"), new=True)
+    run.forget_rows(folder, new=True)
+    assert not folder.root.exists()
+
+
 def test_a_resume_that_is_refused_leaves_the_configuration_as_it_was(tmp_path, monkeypatch):
     config = pytest.importorskip("omegaconf").OmegaConf.create(
         {"trainer": {"n_gpus_per_node": 2, "nnodes": 1, "resume_mode": "disable", "resume_from_path": None}}
@@ -156,7 +168,7 @@ def test_a_resume_that_is_refused_leaves_the_configuration_as_it_was(tmp_path, m
     monkeypatch.setattr(resume, "for_world_size", refused)
     with pytest.raises(saving.SaveRefused):
         run.begin_at(folder, config, resume.Start(), folder.new_attempt(), Display(1))
-    assert folder.config.read_text() == "as: it was\n"
+    assert folder.config.read_text() == "as: it was\n" and not folder.versions.exists()
 
 
 class Moment:

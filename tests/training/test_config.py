@@ -10,6 +10,7 @@ from agent.caches import cache_safe_rollout
 from agent.errors import InputError
 from agent.training import config as configs
 from agent.training import preflight, run, schema
+from agent.training.agent_class import check_agent_class
 
 OmegaConf = pytest.importorskip("omegaconf").OmegaConf
 pytestmark = pytest.mark.skipif(
@@ -165,12 +166,12 @@ def test_an_agent_is_found_without_running_its_package(tmp_path, monkeypatch):
     (tmp_path / "needy/inner/agents.py").write_text("from somewhere import Base\nclass Mine(Base): ...\n")
     monkeypatch.chdir(tmp_path)  # where the controller's processes look too
     for name in ("Mine", "Base"):
-        preflight.check_agent_class(f"needy.inner.agents.{name}")
-        preflight.check_agent_class(f"needy.inner.agents:{name}")
+        check_agent_class(f"needy.inner.agents.{name}")
+        check_agent_class(f"needy.inner.agents:{name}")
     with pytest.raises(InputError, match=r"agents\.py defines no Mein; did you mean Mine"):
-        preflight.check_agent_class("needy.inner.agents.Mein")
+        check_agent_class("needy.inner.agents.Mein")
     with pytest.raises(InputError, match=r"no module 'needy\.other' is found"):
-        preflight.check_agent_class("needy.other.Mine")
+        check_agent_class("needy.other.Mine")
     assert "needy" not in sys.modules
 
 

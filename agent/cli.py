@@ -10,7 +10,7 @@ from importlib import import_module
 
 import typer
 
-from agent.errors import InputError, RunFailed, one_line, page
+from agent.errors import InputError, RunFailed, RunStopped, one_line, page
 
 app = typer.Typer(
     name="mmqa",
@@ -35,7 +35,8 @@ def main() -> None:
     try:
         app()
     except (InputError, RunFailed) as error:
-        typer.echo(f"error: {one_line(error)}", err=True)
+        told = one_line(error)
+        typer.echo(told if isinstance(error, RunStopped) else f"error: {told}", err=True)
         sys.exit(error.exit_code)
     except SystemExit as end:
         if end.code == InputError.exit_code and sys.argv[1:]:  # typer has said what is wrong with the command line

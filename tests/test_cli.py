@@ -52,7 +52,9 @@ def test_every_command_has_help():
         (["eval", "gone", "--split", "test"], "must be val (held out) or train"),
         (["eval", "gone", "--step", "3"], "gone is no run directory, so it has no checkpoints"),
         (["eval", "."], "neither a run directory nor a model's folder"),
-        (["eval", "./gone"], "no such folder"),
+        (["eval", "./gone"], "no run directory and no model's folder here"),
+        (["eval", "runs/moved"], "for a model of the hub give its owner/name and --preset"),
+        (["eval", "a/b/c", "--preset", "qwen3_vl_2b"], "no run directory and no model's folder here"),
         (["ask", "gone.png", "What?", "--url", "http://127.0.0.1:9/v1", "--model", "m"], "gone.png: No such file"),
     ],
 )

@@ -57,7 +57,8 @@ def curve(points: Sequence[tuple[float, float]], label: str) -> str:
 def picture(store: ImageStore, reference: str) -> str:
     """A stored picture as a small inline image; its reference as text if it cannot be shown."""
     try:
-        image = store.open(reference)
+        # by its name in the store as it lies now: a run directory may have been moved since
+        image = store.open(f"file://{store.root / reference.rpartition('/')[2]}")
     except (ImageError, OSError):
         return f"<code>{escape(reference[:120])}</code>"
     image.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.NEAREST)

@@ -102,6 +102,9 @@ def render(result: Diagnosis) -> list[str]:
     if result.state:
         known = {key: result.state.get(key) for key in ("state", "step", "attempt", "reason") if result.state.get(key)}
         lines.append("run: " + ", ".join(f"{key} {value}" for key, value in known.items()))
+        if result.abandoned:
+            lines.append("  but no process trains it: mmqa itself was killed, or the machine stopped")
+            lines.append(f"  then: mmqa train --run-dir {result.run} --resume auto")
     if first:
         colour = "yellow" if first.entry.severity in ("silent", "slow") else "red"
         lines += [typer.style("First cause: ", fg=colour, bold=True) + _bold(first.entry.title)]
@@ -111,6 +114,7 @@ def render(result: Diagnosis) -> list[str]:
         fixes = fix_lines(causes_for(first.entry, result.versions))
         if result.run:
             fixes = [re.sub(r"\bRUN\b", lambda _: str(result.run), line) for line in fixes]
+            fixes = [line.replace("/attempts/latest/", f"/attempts/{first.attempt or 'latest'}/") for line in fixes]
         lines += ["", _bold("What to do"), *fixes, ""]
         lines.append(f"  lost: {first.entry.lost}")
         if result.run and first.entry.resume_safe and first.attempt == result.attempt:

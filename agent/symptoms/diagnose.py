@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from agent.symptoms.match import Match, Scan, scan
 from agent.symptoms.silent import Sign, look
 
 CAUSE, CONSEQUENCE, NOTE = "cause", "consequence", "note"
+GOING = ("starting", "rollout", "training", "saving")
+GATEWAY_GONE = "pkill-kills-other-runs"
 LOST = {"agent-exits-nonzero", "zero-training-rows"}  # too many rollouts failed, or no row was left
 
 
@@ -60,6 +63,7 @@ class Diagnosis:
     run: Path | None = None
     attempt: int = 0
     said: set[str] = field(default_factory=set)  # slugs of what the run gives as its own reason
+    abandoned: bool = False  # the run says that it goes on, and nothing trains it
 
     @property
     def slug(self) -> str | None:
@@ -194,11 +198,27 @@ def diagnose(target: str) -> Diagnosis:
             out.attempt = out.state["attempt"]
         found += _silent(run, out.versions, entries, out.attempt)
         out.said = _settle(found, out.state, out.attempt, entries, run)
+        out.abandoned = _abandoned(run, out.state)
+        for one in found:
+            if out.abandoned and one.entry.slug == GATEWAY_GONE and one.attempt == out.attempt:
+                one.role = CONSEQUENCE  # it ends with the process that started it
     out.found = in_order(found)
     out.first = stopping_cause(out.found, out.attempt, out.said) if out.failed else first_cause(out.found)
     shown = out.attempt if out.failed else max((one.attempt for one in traces), default=0)
     out.traces = [one for one in traces if one.attempt == shown]
     return out
+
+
+def _abandoned(run: Path, state: dict[str, Any]) -> bool:
+    """Whether ``status.json`` names a state that goes on while no process holds the run's lock."""
+    if state.get("state") not in GOING:
+        return False
+    try:
+        with (run / ".lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again when the file is closed
+            return True
+    except OSError:
+        return False
 
 
 def _silent(run: Path, versions: dict[str, str], entries: dict[str, Entry], newest: int) -> list[Found]:
@@ -301,6 +321,7 @@ def as_json(result: Diagnosis, target: str) -> dict[str, Any]:
         "tracebacks": [{"text": one.text, "at": one.at} for one in result.traces],
         "search": result.search,
         "state": result.state,
+        "abandoned": result.abandoned,
     }
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -189,6 +192,32 @@ def choose(run: RunDir, step: str | None) -> Checkpoint:
     raise InputError(f"{run.root}: no checkpoint of step {step}; there are {known}, and best")
 
 
+def pinned(checkpoint: Checkpoint, folder: Path) -> Path:
+    """The checkpoint once more below ``folder``, as hard links (copies where the disk cannot): retention may go on.
+
+    Raises ``InputError`` if the run that is being trained has removed it meanwhile.
+    """
+
+    def link(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            shutil.copy2(source, target)
+
+    target = folder / checkpoint.path.name
+    try:
+        shutil.copytree(checkpoint.path, target, copy_function=link)
+    except (FileNotFoundError, shutil.Error):
+        shutil.rmtree(target, ignore_errors=True)
+        raise InputError(
+            f"the checkpoint of step {checkpoint.step} was removed meanwhile: its run goes on and keeps the newest; "
+            "try again, or take --step best"
+        ) from None
+    return target
+
+
 def export(run: RunDir, out: Path, step: str | None = None) -> Checkpoint:
     """Write a Hugging Face folder (weights, processor, chat template) with verl's own merger.
 
@@ -201,11 +230,13 @@ def export(run: RunDir, out: Path, step: str | None = None) -> Checkpoint:
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out}: not empty; choose another --out")
     dtype = own_dtype(run)
-    done = subprocess.run(
-        [sys.executable, "-m", "agent.training.checkpoints", str(chosen.path / "actor"), str(out), dtype],
-        capture_output=True,
-        text=True,
-    )
+    with tempfile.TemporaryDirectory(dir=run.root, prefix=".export-") as folder:
+        actor = pinned(chosen, Path(folder)) / "actor"
+        done = subprocess.run(
+            [sys.executable, "-m", "agent.training.checkpoints", str(actor), str(out), dtype],
+            capture_output=True,
+            text=True,
+        )
     if done.returncode or not list(out.glob("*.safetensors")):
         last = (done.stderr.strip().splitlines() or ["it wrote no weights"])[-1]
         raise RunFailed(f"verl's merger failed on step {chosen.step}: {last}", slug="merger-wrong-folder")

@@ -8,7 +8,7 @@ that is not async, or says ``isolation = True``, gets a process of its own, fork
 Whoever enqueues rollouts may ring (``ring``): one datagram to the socket named by ``MMQA_DOORBELL``. The controller
 then looks at once, and otherwise rarely. Without a doorbell it looks often.
 
-    python -m agent.training.dispatch GATEWAY_URL SLOTS          (the key in AGL_KEY)
+    python -m agent.training.dispatch GATEWAY_URL SLOTS [AGENT_CLASS]          (the key in AGL_KEY)
 """
 
 from __future__ import annotations
@@ -352,11 +352,26 @@ async def serve(gateway: str, key: str, slots: int) -> None:
     await dispatcher.run()
 
 
+def agent_problem(path: str) -> str | None:
+    """Why no rollout could be made with this class, or None; what its module wants from a rollout is not known here."""
+    try:
+        cls = load_class(path)
+    except (ImportError, AttributeError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return None
+    return None if callable(getattr(cls, "run", None)) else "it has no method run, so it is no agent"
+
+
 def main(arguments: list[str]) -> int:
     """Command-line entry; returns the exit code."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stdout)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     gateway, slots = arguments[0], int(arguments[1])
+    for path in arguments[2:]:
+        if problem := agent_problem(path):
+            log.error("AgentClassError: mmqa.agent_class=%s: %s", path, problem)
+            return 2
     try:
         with sole_controller(gateway):
             uvloop.run(serve(gateway, os.environ.get("AGL_KEY", ""), slots))

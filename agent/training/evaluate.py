@@ -7,9 +7,10 @@ by the run's own agent. What it writes is a run directory of its own (``RUN/eval
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from agent import tasks
 from agent.errors import InputError, RunFailed, RunStopped
 from agent.training import preflight, run
 from agent.training import resume as resuming
-from agent.training.checkpoints import choose
+from agent.training.checkpoints import choose, pinned
 from agent.training.display import Display
 from agent.training.resume import Start
 from agent.training.rundir import RunDir, read_jsonl, write_json, write_jsonl, write_text
@@ -26,6 +27,7 @@ from agent.training.supervise import supervise
 from agent.training.trainer import accuracy_metrics
 
 SPLITS = ("val", "train")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 NOTHING_TRAINED = (
     "trainer.val_only=true",
     "trainer.val_before_train=true",
@@ -109,6 +111,11 @@ def evaluate(
             raise InputError(f"--step {step}: {target} is no run directory, so it has no checkpoints")
         if Path(target).exists() and not (Path(target) / "config.json").is_file():
             raise InputError(f"{target}: neither a run directory nor a model's folder (no config.json in it)")
+        if not Path(target).exists() and (preset is None or not _HUB_NAME.fullmatch(target)):
+            raise InputError(
+                f"{target}: no run directory and no model's folder here; for a model of the hub give its owner/name "
+                "and --preset"
+            )
         name = str(Path(target).absolute()) if Path(target).exists() else target
         start = Start()
         root = Path("runs").absolute() / f"eval-{Path(target).name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -138,6 +145,9 @@ def _measure(own: RunDir, config: Any, start: Start, split: str, display: Displa
     own.root.mkdir(parents=True)
     display.say(f"evaluating {f'step {start.step}' if start.checkpoint else config.actor_rollout_ref.model.path}")
     with own.locked():
+        if start.checkpoint is not None:
+            pin = pinned(start.checkpoint, own.root / "resharded" / "pinned")
+            start = replace(start, checkpoint=replace(start.checkpoint, path=pin))
         run.prepare(own, config, display)
         if split == "train":
             write_jsonl(own.rows("val"), read_jsonl(own.rows("train"))[: config.mmqa.val_samples])

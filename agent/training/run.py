@@ -135,6 +135,11 @@ def _go_on(run: RunDir, overrides: list[str], task: str | None, steps: int | Non
         print(line)
         return run.root
     start = resuming.choose(run, None if resume in (None, "auto") else resume)
+    if start.step > (total := int(config.trainer.total_training_steps)):
+        raise InputError(
+            f"step {start.step} is made already, so a run of {total} steps has nothing left to do; give --steps above "
+            f"{start.step}, or an earlier checkpoint with --resume STEP"
+        )
     notes = [f"this run exists; {start.notes[-1]}", *start.notes[:-1], *(f"changed: {one}" for one in changed)]
     return _attempt(run, config, start, notes)
 
@@ -210,8 +215,8 @@ def refuse_rows_of_no_run(run: RunDir) -> None:
     for split in ("train", "val"):
         if (rows := run.rows(split)).exists():
             raise InputError(
-                f"{rows}: rows without a run (of a command that was killed, or of something else); remove the folder "
-                f"{rows.parent}, or choose another --run-dir"
+                f"{rows}: rows without a run (of a command that was killed, or of something else); remove this file, "
+                "or choose another --run-dir"
             )
 
 
@@ -279,7 +284,7 @@ def conclude(run: RunDir, outcome: Outcome, display: Display) -> Path:
 def how_to_go_on(run: RunDir) -> str:
     """The command that continues a run, and where it would begin; right with and without checkpoints."""
     whole = checkpoints.by_age(checkpoints.checkpoints(run))
-    where = "from the start: there is no checkpoint"
-    if whole:
-        where = f"from step {whole[-1].step}, its newest whole checkpoint"
-    return f"go on {where}, with: mmqa train --run-dir {run.root} --resume auto"
+    command = f"mmqa train --run-dir {run.root} --resume auto"
+    if not whole:
+        return f"there is no checkpoint; begin again with: {command}"
+    return f"go on from step {whole[-1].step}, its newest whole checkpoint, with: {command}"

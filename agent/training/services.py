@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import getpass
 import json
 import os
 import secrets
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -179,7 +181,11 @@ class Services:
         """Start the server that the cpu preset's Python processes are forked from; see ``warm``."""
         address = warm.address(self.scratch)
         command = [sys.executable, "-m", "agent.training.warm", str(address)]
-        env = self.environment() | {warm.PYTHON_ENV: str(warm.write_stand_in(self.scratch / "python", address))}
+        env = (
+            self.environment()
+            | self.own_temporary_files()
+            | {warm.PYTHON_ENV: str(warm.write_stand_in(self.scratch / "python", address))}
+        )
         self.started["warm"] = Service.start("warm", command, self.folder / "warm.log", env)
 
     def start_gateway(self) -> None:
@@ -221,6 +227,7 @@ class Services:
                 "agent.training.dispatch",
                 self.url,
                 str(self.config.mmqa.controller_slots),
+                str(self.config.mmqa.agent_class),
             ]
             self.started["controller"] = Service.start("controller", command, self.folder / "controller.log", env)
             return
@@ -236,11 +243,19 @@ class Services:
 
     def start_trainer(self) -> None:
         """Start the process that runs ``run_ppo``."""
-        env = self.environment() | {"RAY_TMPDIR": str(self.scratch)}
+        env = self.environment() | self.own_temporary_files() | {"RAY_TMPDIR": str(self.scratch)}
         if "warm" in self.started:
             env |= {warm.PYTHON_ENV: str(self.scratch / "python"), warm.PID_ENV: str(self.started["warm"].process.pid)}
         command = [sys.executable, "-m", "agent.training.trainer_main", str(self.run.root)]
         self.started["trainer"] = Service.start("trainer", command, self.folder / "trainer.log", env)
+
+    def own_temporary_files(self) -> dict[str, str]:
+        """vLLM's sockets, verl's lock files, wandb's folders: they lie in the scratch folder, and go with it."""
+        kept = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"  # compiled code, for the next run too
+        return {
+            "TMPDIR": str(self.scratch),
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(kept)),
+        }
 
     def agent_environment(self) -> dict[str, str]:
         """What each agent gets beside what the controller sets for its rollout."""

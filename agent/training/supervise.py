@@ -21,6 +21,7 @@ from agent.training.watchdog import Watchdog
 SCRATCH_PREFIX = "mmqa-"
 NOTE_SECONDS = 15.0  # between two looks at the shared memory of the run's processes
 SAME_PRESS_SECONDS = 0.3
+PATIENT_SECONDS, HURRIED_SECONDS = 15.0, 3.0  # that the trainer has to end; the latter after Ctrl-C
 SHORT_STEP_SECONDS = 120.0  # a step that takes no longer is finished when the user asks to stop
 _STATE = {
     "starting": "starting",
@@ -115,14 +116,21 @@ def supervise(run: RunDir, attempt: int, config: Any, display: Display) -> Outco
             outcome = Outcome("failed", 0, str(error), error.slug)
         finally:
             display.waiting("the processes to end")
-            services.stop()
+            services.stop(HURRIED_SECONDS if interrupt.count else PATIENT_SECONDS)
             shutil.rmtree(scratch, ignore_errors=True)
             scratch_note(run.attempt(attempt)).unlink(missing_ok=True)
+    outcome.step = max(outcome.step, newest_step(run.attempt(attempt)))
     status.write(outcome.state, outcome.step, reason=outcome.reason, symptom=outcome.symptom)
     if outcome.state == "failed":
         outcome.symptom = symptom_of(run, outcome.symptom)
         status.write(outcome.state, outcome.step, reason=outcome.reason, symptom=outcome.symptom)
     return outcome
+
+
+def newest_step(attempt: Path) -> int:
+    """The last step that an attempt has made, also one that it finished while it was being ended; 0 if none."""
+    made = (one["step"] for one in Follower(attempt / "progress.jsonl").new() if one["phase"] == "step")
+    return max(made, default=0)
 
 
 def scratch_note(attempt: Path) -> Path:
@@ -159,15 +167,22 @@ class _Stop:
         if count == 0:
             return False
         if self._phase is None:
+            self._phase = ""
             self._long = last_step_seconds is not None and last_step_seconds > SHORT_STEP_SECONDS
             if phase == "starting" or (self._long and phase != "saving"):
+                self._display.say(
+                    "stopping at once: " + ("no step has begun" if phase == "starting" else "steps are long")
+                )
                 return True
             with contextlib.suppress(OSError):
                 stop_file(self._folder).touch()
             self._display.say("stopping after this step (Ctrl-C again: at once)")
         if phase != self._phase:
             self._phase, self._deadline = phase, time.monotonic() + SHORT_STEP_SECONDS
-        return count > 1 or (phase != "saving" and (self._long or time.monotonic() > self._deadline))
+        if count > 1:
+            self._display.say("stopping at once")
+            return True
+        return phase != "saving" and (self._long or time.monotonic() > self._deadline)
 
 
 def _watch(services: Services, status: Status, display: Display, interrupt: _Interrupt) -> Outcome:

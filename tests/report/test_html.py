@@ -46,6 +46,12 @@ def test_what_a_model_said_is_text_and_nothing_else(run):
     assert text.count("data:image/png;base64,") == 3, "stored pictures are shown, other references are text"
 
 
+def test_pictures_are_found_where_a_moved_run_has_them(run):
+    lines = run.samples.read_text().replace(str(run.images), "/runs/before/images")
+    run.samples.write_text(lines)
+    assert "/runs/before/images/" in lines and render(run).count("data:image/png;base64,") == 3
+
+
 def test_the_command_writes_the_file(run):
     done = subprocess.run([sys.executable, "-m", "agent.cli", "report", str(run.root)], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip() == str(run.report) and "<svg" in run.report.read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -267,9 +268,11 @@ def test_what_costs_a_rollout_does_not_stop_a_run(tmp_path: Path) -> None:
     write(root / "attempts/1/controller.log", late)
     refused = "POST failed (attempt {}/11): [Errno 111] Connection refused\n"
     write(root / "attempts/1/trainer.log", "2026-11-29 10:05:00 x\n" + "".join(map(refused.format, (1, 2, 3))))
-    assert found(str(root))["first"] == "pkill-kills-other-runs"
+    answer = found(str(root))
+    assert answer["first"] == "process-killed"
+    assert ("pkill-kills-other-runs", "cause") in [(one["slug"], one["role"]) for one in answer["found"]]
     write(root / "attempts/1/trainer.log", "step 1\n")
-    assert found(str(root))["first"] is None, "signal 9 is not explained by a rollout"
+    assert found(str(root))["first"] == "process-killed", "signal 9 is not explained by a rollout"
     reason = "TrainingStopped: step 2: 9 of 16 rollouts failed; the first one says: x"
     write(root / "status.json", json.dumps({"state": "failed", "attempt": 1, "reason": reason}))
     answer = found(str(root))
@@ -497,3 +500,27 @@ def test_shared_memory_is_told_from_a_disk_in_either_order(tmp_path: Path) -> No
         assert found(write(tmp_path / "a.log", line))["first"] == "shared-memory-full"
     disk = "OSError: [Errno 28] No space left on device: '/data/x'\n"
     assert found(write(tmp_path / "a.log", disk))["first"] == "checkpoint-partial-or-disk-full"
+
+
+def test_a_run_that_nobody_trains_any_more_says_so(tmp_path: Path) -> None:
+    """mmqa itself was killed: its gateway went with it, and the status stayed as it was."""
+    root = make_run(tmp_path / "r", [row(1)], state="rollout")
+    write(root / "attempts/1/trainer.log", "POST failed (attempt 1/11): [Errno 111] Connection refused\n" * 3)
+    write(root / ".lock", "123")
+    answer = found(str(root))
+    assert answer["abandoned"] is True and answer["first"] is None
+    said = run("diagnose", str(root)).stdout
+    assert "but no process trains it: mmqa itself was killed" in said and f"--run-dir {root} --resume auto" in said
+    with (root / ".lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        answer = found(str(root))
+        assert answer["abandoned"] is False and answer["first"] == "pkill-kills-other-runs"
+    write(root / "status.json", json.dumps({"state": "finished", "step": 3, "attempt": 1}))
+    assert found(str(root))["abandoned"] is False
+
+
+def test_advice_names_the_attempt_in_which_the_fault_was(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "r", [row(1)], state="finished", attempt=2)
+    write(root / "attempts/1/trainer.log", "POST failed (attempt 1/11): [Errno 111] Connection refused\n" * 3)
+    write(root / "attempts/2/trainer.log", "fine\n")
+    assert "attempts/1/gateway.log" in run("diagnose", str(root)).stdout

@@ -1,6 +1,7 @@
 """Which checkpoints are whole, which one is chosen, and what is exported."""
 
 import json
+import shutil
 import subprocess
 import zipfile
 
@@ -9,7 +10,7 @@ import yaml
 
 from agent.errors import InputError, RunFailed
 from agent.training import saving
-from agent.training.checkpoints import as_json, best, by_age, checkpoints, choose, export, open_run, own_dtype
+from agent.training.checkpoints import as_json, best, by_age, checkpoints, choose, export, open_run, own_dtype, pinned
 from agent.training.rundir import RunDir, append_jsonl
 
 
@@ -134,6 +135,18 @@ def began_with(run, folder, **config):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     run.config.write_text(yaml.safe_dump({"actor_rollout_ref": {"model": {"path": str(folder)}}}))
+
+
+def test_a_pinned_checkpoint_outlives_the_retention_of_its_run(run, tmp_path):
+    save(run, 10)
+    chosen = choose(run, None)
+    pin = pinned(chosen, tmp_path / "pins")
+    assert pin.name == "global_step_10" and (pin / "data.pt").stat().st_ino == (chosen.path / "data.pt").stat().st_ino
+    shutil.rmtree(chosen.path)
+    assert zipfile.is_zipfile(pin / "actor/model_world_size_1_rank_0.pt")
+    with pytest.raises(InputError, match="step 10 was removed meanwhile: its run goes on"):
+        pinned(chosen, tmp_path / "again")
+    assert not (tmp_path / "again/global_step_10").exists()
 
 
 def test_own_dtype(run, tmp_path):

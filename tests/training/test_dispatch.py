@@ -16,11 +16,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from agent.training import dispatch
 from agent.training.dispatch import (
     DOORBELL_ENV,
     LOST,
     AlreadyServed,
     Dispatcher,
+    agent_problem,
     ring,
     rollout_environ,
     sole_controller,
@@ -442,6 +444,21 @@ def test_where_no_process_can_be_started_each_rollout_is_failed_and_the_pool_rec
         assert pool.close() == []
 
     asyncio.run(asyncio.wait_for(act(), 60))
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("agent.loop.MultimodalQAAgent", None),
+        ("agent.rewards.Score", "it has no method run, so it is no agent"),
+        ("agent.loop.sample", "TypeError: agent.loop.sample is not a class"),
+        ("no_such_module.A", "ModuleNotFoundError"),
+    ],
+)
+def test_a_controller_refuses_what_is_no_agent(path, problem, capsys):
+    assert (agent_problem(path) or "").startswith(problem or "") and bool(agent_problem(path)) == bool(problem)
+    if problem:
+        assert dispatch.main(["http://127.0.0.1:1", "4", path]) == 2
 
 
 def test_a_controller_whose_loop_fails_ends_instead_of_leaving_rollouts_waiting(monkeypatch):

@@ -48,6 +48,17 @@ def test_a_finished_run_says_how_to_train_further(tmp_path):
     assert resume.finished(folder, 40) is None
 
 
+def test_fewer_steps_than_were_made_are_refused(tmp_path, monkeypatch):
+    folder = RunDir(tmp_path)
+    folder.config.write_text("a: 1\n")
+    config = SimpleNamespace(trainer=SimpleNamespace(total_training_steps=8))
+    monkeypatch.setattr(run, "plan_on", lambda *arguments, **options: (config, []))
+    monkeypatch.setattr(resume, "choose", lambda *arguments: resume.Start(42, None, ["x"]))
+    with pytest.raises(InputError, match="step 42 is made already, so a run of 8 steps has nothing left to do"):
+        run.train(run_dir=tmp_path, resume="auto", steps=8)
+    assert folder.config.read_text() == "a: 1\n"
+
+
 @pytest.mark.parametrize(("terminal", "answer", "goes_on"), [(True, "", True), (True, "n", False), (False, "", False)])
 def test_on_a_terminal_it_asks_and_elsewhere_it_refuses(tmp_path, monkeypatch, terminal, answer, goes_on):
     write_json(RunDir(tmp_path).status, {"state": "failed", "step": 3})
@@ -139,7 +150,7 @@ def test_rows_of_no_run_are_neither_trained_on_nor_written_over(tmp_path):
     folder = RunDir(tmp_path)
     run.refuse_rows_of_no_run(folder)
     rows_in(folder, "x")
-    with pytest.raises(InputError, match=r"train\.jsonl: rows without a run .*; remove the folder"):
+    with pytest.raises(InputError, match=r"train\.jsonl: rows without a run .*; remove this file"):
         run.refuse_rows_of_no_run(folder)
 
 
@@ -169,6 +180,11 @@ def test_a_resume_that_is_refused_leaves_the_configuration_as_it_was(tmp_path, m
     with pytest.raises(saving.SaveRefused):
         run.begin_at(folder, config, resume.Start(), folder.new_attempt(), Display(1))
     assert folder.config.read_text() == "as: it was\n" and not folder.versions.exists()
+
+
+def test_a_step_made_while_the_run_was_being_ended_counts(tmp_path):
+    (tmp_path / "progress.jsonl").write_text('{"phase": "step", "step": 3}\n{"phase": "step", "step": 4}\n')
+    assert supervise.newest_step(tmp_path) == 4 and supervise.newest_step(tmp_path / "none") == 0
 
 
 class Moment:
@@ -214,6 +230,7 @@ def test_ctrl_c_in_a_long_step_ends_it_at_once_but_not_its_save(ctrl_c):
 @pytest.mark.parametrize(("phase", "last"), [("starting", None), ("rollout", 500.0)])
 def test_ctrl_c_does_not_wait_for_what_is_not_short(ctrl_c, phase, last):
     assert ctrl_c(0, phase, last=last) is True and not ctrl_c.asked.exists()
+    assert ctrl_c.said[0].startswith("stopping at once: ")
 
 
 def test_the_watchdog_speaks_when_a_phase_is_silent_too_long():

@@ -94,7 +94,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="mmqa-probe-") as scratch:
         folder = keep_logs or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        return _supervise(python, version, cases, folder, report)
+        return _supervise(python, version, cases, folder, scratch, report)
 
 
 def _check_memory() -> None:
@@ -107,7 +107,7 @@ def _check_memory() -> None:
 
 
 def _supervise(
-    python: str, version: str, cases: list[rules.Case], folder: Path, report: Callable[[str], None]
+    python: str, version: str, cases: list[rules.Case], folder: Path, scratch: str, report: Callable[[str], None]
 ) -> dict[str, Any]:
     own = [case for case in cases if case.same_as is None]
     plan = folder / "plan.json"
@@ -118,7 +118,7 @@ def _supervise(
     with host_log.open("w") as errors:
         host = subprocess.Popen(
             [python, "-m", "agent.caches._probe_host", str(plan)],
-            env=os.environ | environment(version),
+            env=os.environ | environment(version) | {"TMPDIR": scratch},  # vLLM leaves its sockets there
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from agent.symptoms.hazards_facts import NEMO_RESET, Facts, Finding
+from agent.symptoms.hazards_facts import NEMO_RESET as RESET
+from agent.symptoms.hazards_facts import Facts, Finding
 
 GENERATION = "policy.generation"
-RESET = NEMO_RESET
 
 
 def _applies(facts: Facts) -> bool:

@@ -105,6 +105,7 @@ def evaluate(
 ) -> None:
     """Answer held-out questions with a run's checkpoint or a model, greedily, and say how many are right."""
     import json
+    from dataclasses import asdict
 
     from rich.console import Console
 
@@ -122,7 +123,7 @@ def evaluate(
         display=display,
     )
     if as_json:
-        typer.echo(json.dumps(evaluating.as_dict(found)))
+        typer.echo(json.dumps(asdict(found)))
         return
     typer.echo(found.line())
     typer.echo(f"samples: {found.folder}/samples.jsonl")

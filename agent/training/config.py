@@ -17,6 +17,7 @@ from agent.caches.cache_safe_rollout import cache_safe_rollout, installed_versio
 from agent.errors import InputError
 from agent.training import schema
 
+STOCK_AGENT = "agent.loop.MultimodalQAAgent"
 # The project's own section, with its defaults; presets and overrides may set these keys and no others.
 MMQA_DEFAULTS: dict[str, Any] = {
     "backend": "gpu",  # cpu | gpu
@@ -40,7 +41,7 @@ MMQA_DEFAULTS: dict[str, Any] = {
         "strategy": "settings",  # settings | plugin: both caches stay on, this package's vLLM plugin keeps them equal
         "keep_prefix_caching": False,  # settings: switch the processor cache off alone
     },
-    "agent_class": "agent.loop.MultimodalQAAgent",
+    "agent_class": STOCK_AGENT,
     "agent": {
         "instruction": None,
         "max_tokens": 512,

@@ -12,9 +12,9 @@ from PIL import Image
 from agent import tasks
 from agent.errors import InputError
 from agent.images import ImageError, ImageStore
+from agent.training.config import STOCK_AGENT
 from agent.training.rundir import RunDir, read_jsonl, write_jsonl
 
-STOCK_AGENT = "agent.loop.MultimodalQAAgent"
 MAX_ROW_BYTES = 100_000  # a row travels in one environment variable; Linux refuses 131,072 bytes and more
 
 

@@ -33,7 +33,7 @@ import uvloop
 
 from agent.training import pooled_http
 from agent.training.dispatch_pool import SPAWN_FAILED, Job, Pool, PoolClosed
-from agent.training.dispatch_worker import load_class, wants_isolation
+from agent.training.dispatch_worker import agent_problem, load_class, wants_isolation
 
 log = logging.getLogger("dispatch")
 
@@ -350,17 +350,6 @@ async def serve(gateway: str, key: str, slots: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, dispatcher.stop)
     await dispatcher.run()
-
-
-def agent_problem(path: str) -> str | None:
-    """Why no rollout could be made with this class, or None; what its module wants from a rollout is not known here."""
-    try:
-        cls = load_class(path)
-    except (ImportError, AttributeError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return None
-    return None if callable(getattr(cls, "run", None)) else "it has no method run, so it is no agent"
 
 
 def main(arguments: list[str]) -> int:

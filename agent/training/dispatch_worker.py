@@ -102,6 +102,17 @@ def load_class(path: str) -> type:
     return loaded
 
 
+def agent_problem(path: str) -> str | None:
+    """Why no rollout could be made with this class, or None; what its module wants from a rollout is not known here."""
+    try:
+        cls = load_class(path)
+    except (ImportError, AttributeError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return None
+    return None if callable(getattr(cls, "run", None)) else "it has no method run, so it is no agent"
+
+
 def wants_isolation(cls: type) -> bool:
     """Whether the agent needs a process to itself: it says so (``isolation = True``) or its ``run`` is not async."""
     return bool(getattr(cls, "isolation", False)) or not inspect.iscoroutinefunction(getattr(cls, "run", None))

@@ -10,7 +10,7 @@ import math
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +152,7 @@ def _measure(own: RunDir, config: Any, start: Start, split: str, display: Displa
         if split == "train":
             write_jsonl(own.rows("val"), read_jsonl(own.rows("train"))[: config.mmqa.val_samples])
         attempt = own.new_attempt()
-        world_size = config.trainer.n_gpus_per_node * config.trainer.nnodes
-        folder = resuming.for_world_size(own, start, world_size, display.say)
-        config.trainer.resume_mode = "resume_path" if folder else "disable"
-        config.trainer.resume_from_path = str(folder) if folder else None
+        resuming.point_at(own, config, start, display.say)
         for place in (own.attempt(attempt) / "config.yaml", own.config):
             write_text(place, OmegaConf.to_yaml(config))
         write_json(own.versions, run.versions())
@@ -175,6 +172,7 @@ def _result(own: RunDir, target: str, step: int, split: str, config: Any) -> Eva
         raise RunFailed(f"no rollout was scored; see {own.samples}", slug="agent-exits-nonzero")
     scored = sum(one.get("correct") is not None for one in samples)
     right = figures["val/accuracy_any_form"]
+    low, high = wilson(right, scored)
     rewards = [one["reward"] for one in samples if one.get("reward") is not None]
     return Evaluated(
         target=target,
@@ -186,14 +184,9 @@ def _result(own: RunDir, target: str, step: int, split: str, config: Any) -> Eva
         right=right,
         right_in_wanted_form=figures["val/accuracy_wanted_form"],
         wanted_form=figures["val/wanted_form"],
-        low=wilson(right, scored)[0],
-        high=wilson(right, scored)[1],
+        low=low,
+        high=high,
         reward=sum(rewards) / max(1, len(rewards)),
         chance=float(getattr(tasks.load(config.mmqa.task), "CHANCE", 0.0)),
         folder=str(own.root),
     )
-
-
-def as_dict(found: Evaluated) -> dict[str, Any]:
-    """For ``--json``."""
-    return asdict(found)

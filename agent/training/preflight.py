@@ -15,9 +15,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from agent.errors import InputError
-from agent.training import schema
+from agent.training import schema, tiny_vlm
 from agent.training.agent_class import check_agent_class
-from agent.training.tiny_vlm import is_cached_path
 
 # distribution, range that works, why, symptom
 NEEDED = (
@@ -153,7 +152,7 @@ def check_own(config: Any) -> None:
         if known and value not in known:
             raise InputError(f"{key}={value}: must be {' or '.join(known)}")
     model = str(config.actor_rollout_ref.model.path)
-    if model.startswith(("/", "./", "../", "~")) and not (os.path.isdir(model) or is_cached_path(model)):
+    if model.startswith(("/", "./", "../", "~")) and not (os.path.isdir(model) or tiny_vlm.is_cached_path(model)):
         hint = "; write the home folder out" if model.startswith("~") else ""
         raise InputError(f"actor_rollout_ref.model.path={model}: no such folder{hint}")
     share = rollout.gpu_memory_utilization
@@ -206,8 +205,6 @@ def check(config: Any) -> None:
     OmegaConf.to_container(config, resolve=True)  # a reference to nothing is found here
     tasks.load(config.mmqa.task)
     if config.actor_rollout_ref.model.path == "tiny":
-        from agent.training import tiny_vlm
-
         tiny_vlm.recipe(config.mmqa.task)
     check_batch(config)
     check_own(config)

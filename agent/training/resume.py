@@ -125,6 +125,14 @@ def for_world_size(run: RunDir, start: Start, world_size: int, say: Any) -> Path
     return target
 
 
+def point_at(run: RunDir, config: Any, start: Start, say: Any) -> Path | None:
+    """Make verl begin where ``start`` says, on the configuration's number of GPUs; the checkpoint's folder, if any."""
+    folder = for_world_size(run, start, config.trainer.n_gpus_per_node * config.trainer.nnodes, say)
+    config.trainer.resume_mode = "resume_path" if folder else "disable"
+    config.trainer.resume_from_path = str(folder) if folder else None
+    return folder
+
+
 def supersede(run: RunDir, step: int, attempt: int) -> int:
     """Leave in ``metrics.jsonl`` and ``samples.jsonl`` what belongs to steps up to ``step``.
 

@@ -237,11 +237,7 @@ def begin_at(run: RunDir, config: Any, start: Start, attempt: int, display: Disp
     from omegaconf import OmegaConf
 
     before_the_attempt = OmegaConf.to_yaml(config)
-    world_size = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    folder = resuming.for_world_size(run, start, world_size, display.say)
-    config.trainer.resume_mode = "resume_path" if folder else "disable"
-    config.trainer.resume_from_path = str(folder) if folder else None
-    if folder:  # it was validated when it was made
+    if resuming.point_at(run, config, start, display.say):  # it was validated when it was made
         config.trainer.val_before_train = False
     write_text(run.attempt(attempt) / "config.yaml", OmegaConf.to_yaml(config))
     # only now: nothing can refuse the changes any more; the versions last, since the settings were chosen for them

@@ -11,7 +11,8 @@ from agent import tasks
 from agent.errors import InputError
 from agent.images import ImageStore
 from agent.tasks import circles, folder
-from agent.training.data import STOCK_AGENT, build_rows, images_in_a_row, write_rows
+from agent.training.config import STOCK_AGENT
+from agent.training.data import build_rows, images_in_a_row, write_rows
 from agent.training.rundir import RunDir, read_jsonl
 
 

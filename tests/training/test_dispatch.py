@@ -22,13 +22,12 @@ from agent.training.dispatch import (
     LOST,
     AlreadyServed,
     Dispatcher,
-    agent_problem,
     ring,
     rollout_environ,
     sole_controller,
 )
 from agent.training.dispatch_pool import Job, Pool
-from agent.training.dispatch_worker import load_class, wants_isolation
+from agent.training.dispatch_worker import agent_problem, load_class, wants_isolation
 
 needs_gateway = pytest.mark.skipif(
     importlib.util.find_spec("agentlightning") is None, reason="starts the real gateway: needs the cpu or gpu extra"

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from agent.training import dispatch, image_proof, rows, saving
+from agent.training import data_order, dispatch, image_proof, rows, saving
 from agent.training.progress import Progress
 from agent.training.rundir import STEP_METRICS, RunDir, append_jsonl, stop_file, write_json
 
@@ -334,7 +334,16 @@ def guarded(base: type) -> type:
         def _load_checkpoint(self) -> Any:
             result = super()._load_checkpoint()
             self._began = self.global_steps
+            settings = self.config.trainer
+            if not settings.val_only and data_order.ends_epoch(self.global_steps, len(self.train_dataloader)):
+                self._restore_order(Path(settings.resume_from_path) / "data.pt")
             progress.emit("starting", what="refit", step=self.global_steps, resumed_from=self.global_steps or None)
             return result
+
+        def _restore_order(self, file: Path) -> None:
+            import torch
+
+            data_order.go_on(self.train_dataloader, torch.load(file, weights_only=False))
+            print(f"mmqa: the order of the data goes on from {file}, though verl left it unread")
 
     return GuardedTrainer

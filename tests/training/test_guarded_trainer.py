@@ -20,6 +20,7 @@ class StandIn:
     def __init__(self, config, steps, on):
         self.config, self.total_training_steps, self.on = config, steps, on
         self.saved = []
+        self.train_dataloader = [0] * 4  # steps in an epoch
 
     def fit(self):
         logger = module().Tracking()
@@ -83,7 +84,7 @@ def fit(tmp_path, monkeypatch):
                 stop_file(folder).touch()
 
         config = SimpleNamespace(
-            trainer=SimpleNamespace(save_freq=save_freq, test_freq=test_freq),
+            trainer=SimpleNamespace(save_freq=save_freq, test_freq=test_freq, val_only=False),
             mmqa=SimpleNamespace(keep_checkpoints=2, keep_best=True),
             actor_rollout_ref=SimpleNamespace(model=SimpleNamespace(path="m")),
         )

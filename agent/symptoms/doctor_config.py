@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from agent import yaml_dialect
 from agent.errors import InputError
 from agent.symptoms.hazards_facts import dialect_of
 
@@ -89,8 +90,8 @@ def parse(text: str, name: str) -> dict[str, Any]:
     if name.endswith(".py"):
         return _dictionaries(text, name)
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        value = yaml_dialect.load(text)
+    except (yaml.YAMLError, ValueError) as error:
         overrides = _overrides(text)
         if overrides:
             return overrides
@@ -152,12 +153,9 @@ def _value(text: str) -> Any:
     if "$" in text:  # a shell variable or an interpolation: not known here
         return f"${{{text}}}" if not text.startswith("${") else text
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        return yaml_dialect.load(text)
+    except (yaml.YAMLError, ValueError):
         return text
-    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-        return float(value)
-    return value
 
 
 def _put(tree: dict[str, Any], parts: list[str], value: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from agent import yaml_dialect
 from agent.symptoms.hazards import check
 
 GAP = 0.1  # nats a token between engine and actor above which they do not compute the same model
@@ -160,8 +161,8 @@ def read_rows(path: Path) -> list[Row]:
 def read_config(path: Path) -> dict[str, Any]:
     """A run's ``config.yaml``, or ``{}`` if there is none that can be read."""
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        value = yaml_dialect.load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import yaml
 
 import agent
+from agent import yaml_dialect
 from agent.caches.cache_safe_rollout import WHY as cache_reasons
 from agent.caches.cache_safe_rollout import cache_safe_rollout, installed_version
 from agent.errors import InputError
@@ -52,19 +52,6 @@ MMQA_DEFAULTS: dict[str, Any] = {
 }
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-6 is a number and 2026-11-29 a text, as in YAML 1.2 and OmegaConf (PyYAML speaks 1.1)."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, shape) for tag, shape in found if tag != "tag:yaml.org,2002:timestamp"]
-    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
-
-
 @contextlib.contextmanager
 def readable_errors() -> Iterator[None]:
     """OmegaConf's complaints (an unclosed ``${``, a reference to nothing) as ``InputError``."""
@@ -101,7 +88,7 @@ def read_preset(name: str) -> tuple[dict[str, Any], str]:
 def load_yaml(path: Path) -> dict[str, Any]:
     """A YAML mapping; ``InputError`` names the file and line otherwise."""
     try:
-        value = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        value = yaml_dialect.load(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
         raise InputError(f"{path}: not a text file in UTF-8") from None
     except OSError as error:
@@ -139,7 +126,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         if not equals or not key or any(not part for part in key.split(".")):
             raise InputError(f"override {one!r} is not of the form key=value (for example data.train_batch_size=16)")
         try:
-            value = yaml.load(text, Loader=_Loader)
+            value = yaml_dialect.load(text)
         except (yaml.YAMLError, ValueError):
             raise InputError(f"override {one!r}: the value is not valid YAML; quote it") from None
         node = result

@@ -76,7 +76,7 @@ class Pool:
         self.count, self._ended = count, ended
         self._context = multiprocessing.get_context("forkserver")
         self._workers: list[WorkerHandle] = []
-        self._isolated: dict[str, tuple[Job, Any]] = {}
+        self._isolated: dict[str, tuple[Job, Any, Any]] = {}  # job, process, where its agent's error arrives
         self._pinged = 0.0
         self._closed = False
 
@@ -92,17 +92,18 @@ class Pool:
         jobs = self.jobs()
         for worker in list(self._workers):
             self._kill(worker)
-        for _, process in self._isolated.values():
+        for _, process, line in self._isolated.values():
             asyncio.get_running_loop().remove_reader(process.sentinel)
             _kill_group(process)
             process.join(5)
+            line.close()
         self._isolated.clear()
         return jobs
 
     def jobs(self) -> list[Job]:
         """The jobs in work."""
         shared = [job for worker in self._workers for job in worker.jobs.values()]
-        return shared + [job for job, _ in self._isolated.values()]
+        return shared + [job for job, *_ in self._isolated.values()]
 
     def start(self, job: Job, *, isolated: bool) -> None:
         """Run a job. Raises ``PoolClosed``, and what keeps the system from starting a process (``OSError`` ...)."""
@@ -246,18 +247,29 @@ class Pool:
     # -- agents in a process of their own ---------------------------------------------------------------------------
 
     def _start_isolated(self, job: Job) -> None:
-        process = self._context.Process(
-            target=dispatch_worker.isolated_main, args=(job.path, job.environ, job.rollout), daemon=True
-        )
-        process.start()
-        self._isolated[job.rollout] = (job, process)
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        arguments = (job.path, job.environ, job.rollout, theirs)
+        process = self._context.Process(target=dispatch_worker.isolated_main, args=arguments, daemon=True)
+        try:
+            process.start()
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._isolated[job.rollout] = (job, process, ours)
         asyncio.get_running_loop().add_reader(process.sentinel, self._isolated_ended, job.rollout)
 
     def _isolated_ended(self, rollout: str) -> None:
-        job, process = self._isolated.pop(rollout)
+        job, process, line = self._isolated.pop(rollout)
         asyncio.get_running_loop().remove_reader(process.sentinel)
         process.join(5)
-        self._end(job, None if process.exitcode == 0 else f"subprocess exited with code {process.exitcode}")
+        error = f"subprocess exited with code {process.exitcode}"
+        with contextlib.suppress(EOFError, OSError):
+            if line.poll():
+                error += f": {line.recv_bytes().decode()}"
+        line.close()
+        self._end(job, None if process.exitcode == 0 else error)
 
 
 def _kill_group(process: Any) -> None:

@@ -181,7 +181,7 @@ class Worker:
             error = "cancelled"
         except BaseException as problem:
             traceback.print_exc()
-            error = f"{type(problem).__name__}: {problem}"[:1000]
+            error = _in_words(problem)
         finally:
             self._tasks.pop(rollout, None)
             self._writer.write(pack("done", rollout, error))
@@ -205,8 +205,15 @@ def worker_main(line: socket.socket) -> None:
     uvloop.run(main())
 
 
-def isolated_main(path: str, environ: dict[str, str], rollout: str) -> None:
-    """Entry point of a process that runs one rollout and ends: exit code 0 or 1, as Agent Lightning's own."""
+def _in_words(problem: BaseException) -> str:
+    return f"{type(problem).__name__}: {problem}"[:1000]
+
+
+def isolated_main(path: str, environ: dict[str, str], rollout: str, line: Any) -> None:
+    """Entry point of a process that runs one rollout and ends: exit code 0 or 1, as Agent Lightning's own.
+
+    What the agent raised is sent over ``line`` (a ``multiprocessing`` connection) before.
+    """
     os.setsid()  # its children end with it
     _begin()
     _rollout.set(rollout)
@@ -221,6 +228,7 @@ def isolated_main(path: str, environ: dict[str, str], rollout: str) -> None:
             asyncio.run(wait())
     except SystemExit:
         raise
-    except BaseException:
+    except BaseException as problem:
         traceback.print_exc()
+        line.send_bytes(_in_words(problem).encode("utf-8", "replace"))
         sys.exit(1)

@@ -82,6 +82,11 @@ class NotAsync:
             sys.exit(3)
 
 
+class NotAsyncRaises:
+    def run(self):
+        raise ValueError("no such shape")
+
+
 class NotAsyncSleeps:
     def run(self):
         time.sleep(3600)

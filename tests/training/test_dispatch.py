@@ -247,6 +247,8 @@ def test_agents_that_are_not_async_get_a_process_each(rig):
     assert [one["state"] for one in states] == ["succeeded", "succeeded", "failed"]
     assert states[2]["error_message"] == "subprocess exited with code 3"
     assert len({rig.reward(one) for one in rollouts}) == 3, "three process ids"
+    raised = rig.wait(rig.enqueue("NotAsyncRaises", [{"id": "1"}]))[0]
+    assert raised["error_message"] == "subprocess exited with code 1: ValueError: no such shape"
     late = rig.wait(rig.enqueue("NotAsyncSleeps", [{"id": "1"}], timeout=1))[0]
     assert late["error_message"] == "local subprocess timed out"
 

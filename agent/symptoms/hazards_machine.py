@@ -66,13 +66,13 @@ def disk(facts: Facts) -> Iterator[Finding]:
     if parameters and facts.settings.dialect in ("verl", "preset"):
         one = parameters * BYTES_PER_WEIGHT
         count, fewer = kept_checkpoints(facts)
+        place = "the run (--run-dir)" if facts.settings.dialect == "preset" else "trainer.default_local_dir"
         need = 1.1 * count * one - machine.checkpoint_bytes
         if machine.disk_free < need:
             yield Finding(
                 f"{_gib(machine.disk_free)} free at {where}; a checkpoint of this model takes about {_gib(one)}",
                 f"{count} of them exist while one is saved; a save for which there is no room stops the run",
-                f"free {_gib(need - machine.disk_free)}, or put trainer.default_local_dir (--run-dir) elsewhere; "
-                f"{fewer}",
+                f"free {_gib(need - machine.disk_free)}, or put {place} elsewhere; {fewer}",
                 "checkpoint-partial-or-disk-full",
                 "crash" if machine.disk_free < one else "silent",
             )

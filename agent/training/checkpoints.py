@@ -22,7 +22,8 @@ from typing import Any
 
 from agent.errors import InputError, RunFailed
 from agent.training import cpu_backend
-from agent.training.rundir import RunDir, read_jsonl
+from agent.training.course import belongs, course
+from agent.training.rundir import STEP_METRICS, RunDir, read_jsonl
 from agent.training.summary import latest_per_step
 
 MANIFEST, SCHEMA = "manifest.json", 1
@@ -42,6 +43,7 @@ class Checkpoint:
     reward: float | None
     problem: str | None
     attempt: int = 0  # that wrote it, by its manifest; 0 without one
+    left: bool = False  # of a course that the run has left (``agent.training.course``)
 
 
 def shard_names(world_size: int) -> list[str]:
@@ -124,36 +126,54 @@ def checkpoints(run: RunDir) -> list[Checkpoint]:
     validated = {
         one["step"]: one["val/reward"] for one in latest_per_step(read_jsonl(run.metrics)) if "val/reward" in one
     }
+    now = course(run)
     folders = {
         int(number): folder
         for folder in run.checkpoints.glob("global_step_*")
         if (number := folder.name.removeprefix("global_step_")).isdigit() and folder.is_dir()
     }
     first = min((step for step, folder in folders.items() if (folder / MANIFEST).exists()), default=math.inf)
-    return [
-        Checkpoint(
-            step=step,
-            path=folder,
-            size=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
-            world_size=max(world_sizes(folder), default=0),
-            reward=validated.get(step),
-            problem=problem_of(folder, plain=step < first),
-            attempt=_attempt(folder),
+    found = []
+    for step, folder in sorted(folders.items()):
+        attempt = _attempt(folder)
+        left = not belongs(now, attempt, step)
+        own = _own_reward(folder)
+        found.append(
+            Checkpoint(
+                step=step,
+                path=folder,
+                size=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
+                world_size=max(world_sizes(folder), default=0),
+                reward=own if own is not None or left else validated.get(step),
+                problem=problem_of(folder, plain=step < first),
+                attempt=attempt,
+                left=left,
+            )
         )
-        for step, folder in sorted(folders.items())
-    ]
+    return found
+
+
+def _own_reward(folder: Path) -> float | None:
+    """The validation reward that was written into the checkpoint; the run's figures may be another course's by now."""
+    try:
+        return json.loads((folder / STEP_METRICS).read_bytes()).get("val/reward")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def by_age(found: Iterable[Checkpoint]) -> list[Checkpoint]:
     """The whole ones, the one written last at the end.
 
-    The attempt goes before the step: a run resumed from an earlier step leaves higher steps of its old course behind.
+    Those of a course that was left come first. Then the attempt goes before the step.
     """
-    return sorted((one for one in found if one.problem is None), key=lambda one: (one.attempt, one.step))
+    return sorted((one for one in found if one.problem is None), key=lambda one: (not one.left, one.attempt, one.step))
 
 
 def best(found: Iterable[Checkpoint]) -> Checkpoint | None:
-    """The whole one with the highest validation reward, the newest of several; None if none has a reward."""
+    """The whole one with the highest validation reward, the newest of several; None if none has a reward.
+
+    Those of a course that was left count too: going back to step 20 must not cost the best model, of step 30.
+    """
     scored = [one for one in by_age(found) if one.reward is not None and math.isfinite(one.reward)]
     return max(reversed(scored), key=lambda one: one.reward or 0.0, default=None)
 
@@ -245,7 +265,7 @@ def export(run: RunDir, out: Path, step: str | None = None) -> Checkpoint:
 
 def as_json(found: list[Checkpoint]) -> str:
     """The list for a machine."""
-    keys = ("step", "size", "world_size", "reward", "problem")
+    keys = ("step", "size", "world_size", "reward", "problem", "left")
     return json.dumps([{key: getattr(one, key) for key in keys} | {"path": str(one.path)} for one in found])
 
 

@@ -144,7 +144,7 @@ def checkpoints(
         typer.echo("no checkpoint yet")
     for one in found:
         reward = f"reward {one.reward:.2f}" if one.reward is not None else "not validated"
-        state = one.problem or "whole"
+        state = one.problem or ("whole, of a course that was left" if one.left else "whole")
         typer.echo(f"step {one.step:>6}  {one.size / 1e6:>10,.1f} MB  {one.world_size} GPU(s)  {reward}  {state}")
 
 

@@ -35,7 +35,7 @@ MMQA_DEFAULTS: dict[str, Any] = {
     "agl_poll_seconds": 1.0,  # controller=agl: between two of its looks (its own default is 10)
     "controller_slots": 512,  # rollouts in work at a time
     "warm_start": True,  # cpu: import the stack once and fork every process from it
-    "keep_checkpoints": 2,  # newest whole ones kept (0: all); trainer.max_actor_ckpt_to_keep sets it too
+    "keep_checkpoints": 2,  # newest whole ones kept (0: all); trainer.max_actor_ckpt_to_keep is taken for it
     "keep_best": True,  # and the whole one with the best validation reward
     "cache": {  # how vLLM's image caches are kept in step on versions that forget (see cache_safe_rollout)
         "strategy": "settings",  # settings | plugin: both caches stay on, this package's vLLM plugin keeps them equal
@@ -159,7 +159,7 @@ def compose(preset: str, overrides: Sequence[str] = (), *, vllm_version: str | N
     schema.refuse_unknown(given, merged, "the command line")
     _check_kinds(known, given, "the command line")
     safe = _cache_safe({**MMQA_DEFAULTS["cache"], **_cache_keys(layer), **_cache_keys(given)}, vllm_version)
-    return _derived(OmegaConf.merge(base, layer, _rollout(safe), given))
+    return _derived(OmegaConf.merge(base, _keep(layer), _rollout(safe), _keep(given)))
 
 
 def _rollout(settings: dict[str, Any]) -> dict[str, Any]:
@@ -172,11 +172,21 @@ def _derived(config: Any) -> Any:
     config.agentlightning.local.agent_class = config.mmqa.agent_class
     if not config.agentlightning.local.env_map:
         config.agentlightning.local.env_map = {"MMQA_ROW": "input"}
-    # verl's count forgets the checkpoints of earlier processes; this package's looks at the folder
-    if config.trainer.max_actor_ckpt_to_keep is not None:
-        config.mmqa.keep_checkpoints = config.trainer.max_actor_ckpt_to_keep
-        config.trainer.max_actor_ckpt_to_keep = None
     return config
+
+
+def _keep(layer: dict[str, Any]) -> dict[str, Any]:
+    """A layer in which verl's count of checkpoints, if it has one, is this package's.
+
+    verl's forgets the checkpoints of earlier processes; this package's looks at the folder. A layer's own
+    ``mmqa.keep_checkpoints`` goes before.
+    """
+    trainer = layer.get("trainer")
+    if not isinstance(trainer, dict) or trainer.get("max_actor_ckpt_to_keep") is None:
+        return layer
+    trainer = {**trainer, "max_actor_ckpt_to_keep": None}
+    own = {"keep_checkpoints": layer["trainer"]["max_actor_ckpt_to_keep"], **(layer.get("mmqa") or {})}
+    return {**layer, "trainer": trainer, "mmqa": own}
 
 
 @readable_errors()
@@ -200,7 +210,7 @@ def recompose(saved: Path, overrides: Sequence[str] = (), *, vllm_before: str | 
         defaults: Any = OmegaConf.to_container(upstream_defaults().actor_rollout_ref.rollout, resolve=False)
         _take_back(rollout, before, defaults)
         config.actor_rollout_ref.rollout = rollout
-    return _derived(OmegaConf.merge(config, _rollout(now if before != now else {}), given))
+    return _derived(OmegaConf.merge(config, _rollout(now if before != now else {}), _keep(given)))
 
 
 def _take_back(settings: dict[str, Any], added: dict[str, Any], defaults: dict[str, Any]) -> None:

@@ -161,6 +161,20 @@ def check_own(config: Any) -> None:
     for key in ("trainer.save_freq", "trainer.test_freq"):
         if not isinstance(value := config.trainer[key.partition(".")[2]], int):
             raise InputError(f"{key}={value}: must be a whole number of steps; -1 for never")
+    trainer = config.trainer
+    if trainer.default_local_dir != f"checkpoints/{trainer.project_name}/{trainer.experiment_name}":
+        raise InputError(
+            f"trainer.default_local_dir={trainer.default_local_dir}: checkpoints lie in the run directory; leave it "
+            "out, and put the run where they have room: --run-dir"
+        )
+    saves = list(actor.checkpoint.save_contents)
+    missing = [one for one in ("model", "optimizer", "extra") if one not in saves]
+    if missing and trainer.save_freq > 0:
+        raise InputError(
+            f"actor_rollout_ref.actor.checkpoint.save_contents={saves}: without {' and '.join(missing)} a checkpoint "
+            "cannot be resumed; add it, or save nothing (trainer.save_freq=-1)",
+            slug="resume-missing-optimizer",
+        )
     ranges = {
         "mmqa.agent.fallback_reward": (own.agent.fallback_reward, -math.inf, math.inf),
         "mmqa.max_logprob_gap": (own.max_logprob_gap, 0.0, math.inf),

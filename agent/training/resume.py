@@ -11,6 +11,7 @@ from typing import Any
 
 from agent.errors import InputError, page
 from agent.training import checkpoints
+from agent.training.course import belongs, course
 from agent.training.rundir import STEP_METRICS, RunDir, append_jsonl, read_jsonl, write_jsonl
 
 # What a checkpoint was made with: another value would make it meaningless, or shift the order of the data.
@@ -28,6 +29,8 @@ FIXED = {
     "data.train_batch_size": "the place in the data would be another",
     "actor_rollout_ref.model.path": "the checkpoint holds the weights of the run's own model",
     "actor_rollout_ref.actor.strategy": "the checkpoint is written in the other one's layout",
+    "actor_rollout_ref.actor.optim.optimizer": "the checkpoint holds the other one's state",
+    "actor_rollout_ref.actor.optim.optimizer_impl": "the checkpoint holds the other one's state",
 }
 # Set for each attempt by this package, never by the user's change of mind.
 _OWN = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.val_before_train")
@@ -71,6 +74,19 @@ def differences(saved: Any, wanted: Any) -> list[str]:
     return changed
 
 
+def curve_note(config: Any, changed: list[str]) -> str | None:
+    """What other steps do to the learning rate, if they do anything: verl lays the whole curve over the new total."""
+    optim, total = config.actor_rollout_ref.actor.optim, config.trainer.total_training_steps
+    longer = any(one.startswith("trainer.total_training_steps:") for one in changed)
+    warm_up = optim.lr_warmup_steps <= 0 and optim.lr_warmup_steps_ratio > 0
+    if not longer or (optim.lr_scheduler_type == "constant" and not warm_up):
+        return None
+    return (
+        f"the learning rate follows the {optim.lr_scheduler_type} curve of {total} steps from here on, "
+        "which has another value at this step than the curve before"
+    )
+
+
 def finished(run: RunDir, total_steps: int) -> str | None:
     """What to say about a run that has made all its steps; None if there is more to do."""
     status: dict[str, Any] = {}
@@ -101,6 +117,11 @@ def choose(run: RunDir, step: str | None) -> Start:
         notes.append(f"there is no whole checkpoint: it begins again at step 1  -> {page('nothing-to-resume')}")
         return Start(notes=notes)
     chosen = checkpoints.choose(run, step)
+    if later := [str(one.step) for one in found if one.problem is None and one.step > chosen.step and not one.left]:
+        notes.append(
+            f"the checkpoints of step {', '.join(later)} are left behind: they can be asked for until newer ones "
+            "take their place (the best one stays)"
+        )
     notes.append(f"it goes on after step {chosen.step} ({chosen.path.name}, {chosen.size / 1e6:,.0f} MB, whole)")
     return Start(chosen.step, chosen, notes)
 
@@ -134,25 +155,38 @@ def point_at(run: RunDir, config: Any, start: Start, say: Any) -> Path | None:
 
 
 def supersede(run: RunDir, step: int, attempt: int) -> int:
-    """Leave in ``metrics.jsonl`` and ``samples.jsonl`` what belongs to steps up to ``step``.
+    """Leave in ``metrics.jsonl`` and ``samples.jsonl`` what belongs to the run's course up to ``step``.
 
     The rest, which the coming attempt makes anew, moves to ``attempts/<attempt>/superseded-*.jsonl``: each file keeps
-    one object a step, and nothing is lost. Returns the number of steps that moved.
+    one object a step, and nothing is lost. If the course is one that was left before, its rows come back from there.
+    Returns the number of steps that moved and are made again.
     """
+    now = course(run)
     redone: set[int] = set()
     for path in (run.metrics, run.samples):
         rows = read_jsonl(path)
-        kept = [row for row in rows if row["step"] <= step]
-        if len(kept) == len(rows) and _ends_whole(path):
+        kept = [row for row in rows if row["step"] <= step and belongs(now, row.get("attempt", 0), row["step"])]
+        back = _moved_before(run, path, step, now, {row["step"] for row in kept})
+        if len(kept) == len(rows) and not back and _ends_whole(path):
             continue
-        gone = [row for row in rows if row["step"] > step]
+        gone = [row for row in rows if not (row["step"] <= step and belongs(now, row.get("attempt", 0), row["step"]))]
         if path == run.metrics:
-            redone = {row["step"] for row in gone}
+            redone = {row["step"] for row in gone if row["step"] > step}
         if gone:
             write_jsonl(run.attempt(attempt) / f"superseded-{path.name}", gone)
-        write_jsonl(path, kept)
+        write_jsonl(path, sorted([*kept, *back], key=lambda row: row["step"]))
     _restore_line(run, step)
     return len(redone)
+
+
+def _moved_before(run: RunDir, path: Path, step: int, now: dict[int, float], there: set[int]) -> list[dict[str, Any]]:
+    """Rows of the course up to ``step`` that an earlier ``supersede`` moved away, of steps that are not ``there``."""
+    back: dict[tuple[int, Any], dict[str, Any]] = {}
+    for number in run.attempts():
+        for row in read_jsonl(run.attempt(number) / f"superseded-{path.name}"):
+            if row["step"] <= step and row["step"] not in there and belongs(now, row.get("attempt", 0), row["step"]):
+                back[row["step"], row.get("rollout_id")] = row
+    return list(back.values())
 
 
 def _restore_line(run: RunDir, step: int) -> None:

@@ -17,6 +17,7 @@ from agent.errors import InputError, RunFailed, RunStopped, page
 from agent.training import checkpoints, data, preflight, saving, summary, tiny_vlm
 from agent.training import config as configs
 from agent.training import resume as resuming
+from agent.training.course import note_beginning
 from agent.training.display import Display
 from agent.training.resume import Start
 from agent.training.rundir import RunDir, write_json, write_text
@@ -141,6 +142,8 @@ def _go_on(run: RunDir, overrides: list[str], task: str | None, steps: int | Non
             f"{start.step}, or an earlier checkpoint with --resume STEP"
         )
     notes = [f"this run exists; {start.notes[-1]}", *start.notes[:-1], *(f"changed: {one}" for one in changed)]
+    if start.step and (curve := resuming.curve_note(config, changed)):
+        notes.append(curve)
     return _attempt(run, config, start, notes)
 
 
@@ -237,6 +240,7 @@ def begin_at(run: RunDir, config: Any, start: Start, attempt: int, display: Disp
     from omegaconf import OmegaConf
 
     before_the_attempt = OmegaConf.to_yaml(config)
+    note_beginning(run, attempt, start.step, start.checkpoint.attempt if start.checkpoint else 0)
     if resuming.point_at(run, config, start, display.say):  # it was validated when it was made
         config.trainer.val_before_train = False
     write_text(run.attempt(attempt) / "config.yaml", OmegaConf.to_yaml(config))

@@ -24,6 +24,7 @@ def install() -> None:
     wrapt.register_post_import_hook(_equal_length_rows, "verl.workers.utils.padding")
     if importlib.util.find_spec("flash_attn") is None:
         wrapt.register_post_import_hook(_padding_functions, "verl.utils.attention_utils")
+    wrapt.register_post_import_hook(_optimizer_of_this_run, "verl.workers.engine.fsdp.transformer_impl")
     wrapt.register_post_import_hook(_guarded_trainer, "agentlightning.verl.trainer")
     wrapt.register_post_import_hook(_sending_socket, "verl.workers.rollout.vllm_rollout.vllm_rollout")
     wrapt.register_post_import_hook(_receiving_socket, "verl.workers.rollout.vllm_rollout.utils")
@@ -107,6 +108,41 @@ def _receiving_socket(utils: Any) -> None:
     """``vLLMColocateWorkerExtension._get_zmq_handle`` (verl 0.8.0): the other end of the same socket."""
     original = utils.vLLMColocateWorkerExtension._get_zmq_handle
     utils.vLLMColocateWorkerExtension._get_zmq_handle = lambda self: _own_socket(original(self))
+
+
+def _optimizer_of_this_run(transformer_impl: Any) -> None:
+    """``FSDPEngine.load_checkpoint`` (verl 0.8.0) also brings back the settings that the checkpoint was made with."""
+    original = transformer_impl.FSDPEngine.load_checkpoint
+
+    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if getattr(self, "optimizer", None) is not None:
+            as_configured(self.optimizer, self.lr_scheduler)
+
+    transformer_impl.FSDPEngine.load_checkpoint = load_checkpoint
+
+
+def as_configured(optimizer: Any, scheduler: Any) -> None:
+    """Give a ``torch.optim`` optimizer back the numbers that it was built with; its moments stay as they were loaded.
+
+    ``load_state_dict`` of optimizer and ``LambdaLR`` replaces learning rate, weight decay, betas and the schedule's
+    base by those of the checkpoint, but not the schedule's function. So a new learning rate would be ignored, and a
+    cosine over other steps would begin one step late. If nothing was changed, this changes nothing.
+    """
+    built = {
+        name: value
+        for name, value in optimizer.defaults.items()
+        if isinstance(value, float | tuple) or (isinstance(value, int) and not isinstance(value, bool))
+    }
+    for group in optimizer.param_groups:
+        group.update(built)
+    if scheduler is None:
+        return
+    scheduler.base_lrs = [built["lr"]] * len(optimizer.param_groups)
+    for group, base, curve in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        group["initial_lr"] = base
+        group["lr"] = base * curve(scheduler.last_epoch)
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
 def _guarded_trainer(module: Any) -> None:

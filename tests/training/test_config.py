@@ -100,6 +100,8 @@ def test_an_override_wins_over_the_cache_safe_settings():
         ("actor_rollout_ref.actor.optim=null", "expected a section"),
         ("actor_rollout_ref.rollout.max_model_len=4k", "must be a whole number of at least 1, or null"),
         ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=abc", "must be a whole number of at least 1, or null"),
+        ("trainer.default_local_dir=/big/disk", "checkpoints lie in the run directory"),
+        ("actor_rollout_ref.actor.checkpoint.save_contents=[model]", "without optimizer and extra a checkpoint cannot"),
         ("trainer.max_actor_ckpt_to_keep=abc", r"mmqa\.keep_checkpoints=abc: must be a whole number"),
         ("actor_rollout_ref.rollout.name=foo", "must be vllm"),
         ("actor_rollout_ref.actor.strategy=fsdp3", "must be fsdp2 or fsdp"),
@@ -287,3 +289,28 @@ def test_another_python_is_refused(monkeypatch):
     monkeypatch.setattr(preflight.sys, "version_info", (3, 11, 7))
     with pytest.raises(InputError, match=r"Python 3\.12 is needed"):
         preflight.check_versions("cpu")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        ([], 2),
+        (["mmqa.keep_checkpoints=5"], 5),
+        (["mmqa.keep_checkpoints=0"], 0),
+        (["trainer.max_actor_ckpt_to_keep=4"], 4),
+        (["trainer.max_actor_ckpt_to_keep=4", "mmqa.keep_checkpoints=5"], 5),
+    ],
+)
+@pytest.mark.parametrize("preset", ["cpu", "qwen3_vl_2b"])
+def test_how_many_checkpoints_are_kept_is_what_the_later_layer_says(preset, overrides, kept):
+    config = configs.compose(preset, overrides)
+    assert (config.mmqa.keep_checkpoints, config.trainer.max_actor_ckpt_to_keep) == (kept, None)
+
+
+def test_an_override_goes_before_verls_count_in_a_preset(tmp_path):
+    own = yaml.safe_load((configs.presets_dir() / "cpu.yaml").read_text())
+    del own["mmqa"]["keep_checkpoints"]
+    own["trainer"]["max_actor_ckpt_to_keep"] = 7
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
+    assert configs.compose(str(tmp_path / "own.yaml")).mmqa.keep_checkpoints == 7
+    assert configs.compose(str(tmp_path / "own.yaml"), ["mmqa.keep_checkpoints=1"]).mmqa.keep_checkpoints == 1

@@ -46,7 +46,7 @@ def test_a_run_goes_on_with_two_workers_and_with_one_again(tmp_path):
     said = go_on(run.root, "--steps", "4", "trainer.n_gpus_per_node=2")
     assert "changed: trainer.n_gpus_per_node: 1 -> 2" in said
     assert "the checkpoint of 1 GPU(s) is rewritten for 2: weights, optimizer and schedule are kept" in said
-    said = go_on(run.root, "--steps", "6", "trainer.n_gpus_per_node=1")
+    said = go_on(run.root, "--steps", "6", "trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.optim.lr=3e-5")
     assert "the checkpoint of 2 GPU(s) is rewritten for 1" in said
     found = {one.step: one for one in checkpoints(run)}
     assert {step: one.world_size for step, one in found.items() if step >= 4} == {4: 2, 6: 1}
@@ -54,5 +54,6 @@ def test_a_run_goes_on_with_two_workers_and_with_one_again(tmp_path):
     metrics = read_jsonl(run.metrics)
     assert [one["step"] for one in metrics] == list(range(7))
     assert [one["attempt"] for one in metrics] == [1, 1, 1, 2, 2, 3, 3]
+    assert [one["actor/lr"] for one in metrics[1:]] == [6e-4] * 4 + [3e-5] * 2
     for one in metrics[1:]:
         assert one["training/logprob_gap_mean"] < 0.01 and math.isfinite(one["actor/grad_norm"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Sequence
 from html import escape
 from io import BytesIO
@@ -14,7 +13,7 @@ from PIL import Image
 from agent.errors import page
 from agent.images import ImageError, ImageStore
 from agent.training import summary
-from agent.training.rundir import RunDir, read_jsonl
+from agent.training.rundir import RunDir, read_json, read_jsonl
 
 SHOWN_SAMPLES = 24
 THUMBNAIL = 128  # px
@@ -94,7 +93,7 @@ def chosen_samples(samples: Sequence[dict[str, Any]], count: int = SHOWN_SAMPLES
 def render(run: RunDir) -> str:
     """The whole page as text."""
     metrics = summary.latest_per_step(read_jsonl(run.metrics))
-    status: dict[str, Any] = json.loads(run.status.read_text(encoding="utf-8")) if run.status.exists() else {}
+    status = read_json(run.status)
     state = f"{status.get('state', 'unknown')}, step {status.get('step', 0)} of {status.get('total_steps', '?')}"
     parts = [
         f"<h1>{escape(run.root.name)}</h1>",

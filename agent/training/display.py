@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -46,7 +46,11 @@ def describe(event: dict[str, Any], total: int) -> str:
 
 
 class Display:
-    """Prints to a terminal (live line) or a log (plain lines; a phase that lasts is repeated every 15 s)."""
+    """Prints to a terminal (live line) or a log (plain lines; a phase that lasts is repeated every 15 s).
+
+    If its output is gone (the terminal closed, ``| head``, a full disk) it falls silent: the run goes on, and
+    ``status.json`` tells where it is.
+    """
 
     def __init__(self, total: int, console: Console | None = None) -> None:
         self.total = total
@@ -54,16 +58,25 @@ class Display:
         self.rewards: list[float] = []
         self._seconds: list[float] = []
         self._phase, self._since, self._printed = "", time.monotonic(), 0.0
+        self.gone = False
         self._live: Status | None = self.console.status("") if self.console.is_terminal else None
         if self._live:
-            self._live.start()
+            self._show(self._live.start)
 
     def close(self) -> None:
         if self._live:
-            self._live.stop()
+            self._show(self._live.stop)
 
     def say(self, line: str) -> None:
-        self.console.print(line, markup=False)
+        self._show(self.console.print, line, markup=False)
+
+    def _show(self, show: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        if self.gone:
+            return
+        try:
+            show(*args, **kwargs)
+        except (OSError, SystemExit):  # rich turns a broken pipe into SystemExit
+            self.gone = True
 
     def waiting(self, what: str) -> None:
         self._set(f"waiting for {what}")
@@ -108,7 +121,7 @@ class Display:
         """Refresh the live line; in a log, repeat what has been waited for if nothing was said for 15 s."""
         waited = time.monotonic() - self._since
         if self._live:
-            self._live.update(f"{self._phase} ({duration(waited)})")
+            self._show(self._live.update, f"{self._phase} ({duration(waited)})")
         elif waited > 15 and time.monotonic() - self._printed > 15 and self._phase:
             self._printed = time.monotonic()
             self.say(f"  {self._phase} ({duration(waited)})")

@@ -156,7 +156,7 @@ def _measure(own: RunDir, config: Any, start: Start, split: str, display: Displa
         for place in (own.attempt(attempt) / "config.yaml", own.config):
             write_text(place, OmegaConf.to_yaml(config))
         write_json(own.versions, run.versions())
-        outcome = supervise(own, attempt, config, display)
+        outcome = supervise(own, attempt, config, display, start.step)
         run.clean_up(own)
     if outcome.state == "failed":
         logs = own.root / "attempts" / "latest"

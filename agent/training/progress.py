@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from agent.training.rundir import json_lines
+
 
 class Progress:
     """Appends events to one file; every line is written whole."""
@@ -27,7 +29,10 @@ class Progress:
 
 
 class Follower:
-    """Yields the events that were appended since the last call; a line not yet finished waits for the next."""
+    """Yields the events that were appended since the last call.
+
+    A line not yet finished waits for the next; one that a full disk cut short is left out.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -43,5 +48,4 @@ class Follower:
             return
         end = data.rfind(b"\n") + 1
         self._offset += end
-        for line in data[:end].splitlines():
-            yield json.loads(line)
+        yield from json_lines(data[:end])

@@ -12,7 +12,7 @@ from typing import Any
 from agent.errors import InputError, page
 from agent.training import checkpoints
 from agent.training.course import belongs, course
-from agent.training.rundir import STEP_METRICS, RunDir, append_jsonl, read_jsonl, write_jsonl
+from agent.training.rundir import STEP_METRICS, RunDir, append_jsonl, read_json, read_jsonl, write_jsonl
 
 # What a checkpoint was made with: another value would make it meaningless, or shift the order of the data.
 FIXED = {
@@ -89,9 +89,7 @@ def curve_note(config: Any, changed: list[str]) -> str | None:
 
 def finished(run: RunDir, total_steps: int) -> str | None:
     """What to say about a run that has made all its steps; None if there is more to do."""
-    status: dict[str, Any] = {}
-    if run.status.exists():
-        status = json.loads(run.status.read_text(encoding="utf-8"))
+    status = read_json(run.status)
     if status.get("state") != "finished" or status.get("step", 0) < total_steps:
         return None
     return (

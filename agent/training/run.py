@@ -20,7 +20,7 @@ from agent.training import resume as resuming
 from agent.training.course import note_beginning
 from agent.training.display import Display
 from agent.training.resume import Start
-from agent.training.rundir import RunDir, write_json, write_text
+from agent.training.rundir import RunDir, RunHeld, write_json, write_text
 from agent.training.services import remove_traces
 from agent.training.supervise import SCRATCH_PREFIX, Outcome, scratch_note, supervise
 
@@ -188,8 +188,8 @@ def _attempt(run: RunDir, config: Any, start: Start, notes: Sequence[str]) -> Pa
             clean_up(run)
             attempt = run.new_attempt()
             begin_at(run, config, start, attempt, display)
-            outcome = supervise(run, attempt, config, display)
-    except BlockingIOError as error:
+            outcome = supervise(run, attempt, config, display, start.step)
+    except RunHeld as error:
         raise InputError(
             f"{run.root} is being trained at this moment (process {error}); choose another --run-dir"
         ) from None

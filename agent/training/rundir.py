@@ -22,6 +22,10 @@ STEP_METRICS = "metrics.json"  # in a checkpoint's folder: its step's line of me
 STATES = ("starting", "rollout", "training", "saving", "finished", "failed", "stopped")
 
 
+class RunHeld(RuntimeError):
+    """Another process supervises the run."""
+
+
 @dataclass(frozen=True)
 class RunDir:
     """Paths of one run."""
@@ -83,13 +87,13 @@ class RunDir:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the run for one supervisor; ``BlockingIOError`` if another process (its id is the message) holds it."""
+        """Hold the run for one supervisor; ``RunHeld`` if another process (its id is the message) holds it."""
         with (self.root / ".lock").open("a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 file.seek(0)
-                raise BlockingIOError(file.read().strip()) from None
+                raise RunHeld(file.read().strip()) from None
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
@@ -105,13 +109,19 @@ def stop_file(attempt: Path) -> Path:
     return attempt / "stop"
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` whole: a reader sees the old or the new text, never half of one."""
+def write_text(path: Path, text: str, *, lasting: bool = True) -> None:
+    """Replace ``path`` whole: a reader sees the old or the new text, never half of one.
+
+    ``lasting``: also after the machine has lost its power (fsync).
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
+            if lasting:
+                file.flush()
+                os.fsync(file.fileno())
         os.chmod(scratch, 0o644)
         os.replace(scratch, path)
     except OSError:
@@ -119,9 +129,18 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, *, lasting: bool = True) -> None:
     """``write_text`` of an indented JSON value."""
-    write_text(path, json.dumps(value, indent=1) + "\n")
+    write_text(path, json.dumps(value, indent=1) + "\n", lasting=lasting)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one if there is no file, or none that can be read."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
@@ -136,13 +155,16 @@ def append_jsonl(path: Path, value: Any) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All objects of a JSON-lines file (none if it does not exist); a last line cut short is left out."""
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").split("\n"):  # splitlines() would also cut at U+2028 inside a text
+    """All objects of a JSON-lines file (none if it does not exist); a line cut short, in a letter even, is left out."""
+    return [*json_lines(path.read_bytes())] if path.exists() else []
+
+
+def json_lines(data: bytes) -> Iterator[dict[str, Any]]:
+    """The objects among lines of JSON. Bytes, since ``str.splitlines`` would also cut at U+2028 inside a text."""
+    for line in data.split(b"\n"):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            value = json.loads(line.decode("utf-8"))
+        except ValueError:
             continue
-    return rows
+        if isinstance(value, dict):
+            yield value

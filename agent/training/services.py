@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,16 @@ def _secret_file(path: Path, secret: str) -> Path:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secret)
     return path
+
+
+def loopback_without_proxy(env: Mapping[str, str]) -> dict[str, str]:
+    """``NO_PROXY`` in both spellings, so that no call to the gateway, with its key, goes through a proxy.
+
+    The lower-case one wins where it is set (``urllib.request.getproxies_environment``, which httpx asks too).
+    """
+    names = ("NO_PROXY", "no_proxy")
+    given = [part for name in names for one in env.get(name, "").split(",") if (part := one.strip())]
+    return dict.fromkeys(names, ",".join(dict.fromkeys([*given, HOST, "localhost"])))
 
 
 def _end_with_parent() -> None:
@@ -156,10 +166,10 @@ class Services:
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under "uv run" Ray would build an environment for each worker
             "RAY_worker_niceness": "0",  # Ray would run the trainer and the engine at 15, behind everything else
             "TOKENIZERS_PARALLELISM": "false",
-            "NO_PROXY": f"{HOST},localhost",
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
         }
+        env |= loopback_without_proxy(env)
         if self.config.mmqa.controller == "local":
             env[dispatch.DOORBELL_ENV] = str(self.scratch / "bell.sock")
         if self.config.trainer.nnodes == 1:
@@ -188,11 +198,11 @@ class Services:
         )
         self.started["warm"] = Service.start("warm", command, self.folder / "warm.log", env)
 
-    def start_gateway(self) -> None:
+    def start_gateway(self, given_up: Callable[[], bool] = lambda: False) -> bool:
         """Start the gateway on a free port and wait until it answers to this attempt's key and to no other.
 
-        Raises ``RunFailed`` if it ends or does not answer in time. Another server on the port cannot be mistaken for
-        it: it would not know the key.
+        False if it was ``given_up`` before. Raises ``RunFailed`` if it ends or does not answer in time. Another server
+        on the port cannot be mistaken for it: it would not know the key.
         """
         rollout = self.config.actor_rollout_ref.rollout
         for _ in range(5):  # another program may take the port between the look and the bind
@@ -208,9 +218,11 @@ class Services:
                 f"default_proxy.train.temperature={rollout.temperature}",
                 f"default_proxy.val.temperature={rollout.val_kwargs.temperature}",
             )
-            if self._answers(service):
+            if self._answers(service, given_up):
                 (self.folder / "gateway.url").write_text(self.url)
-                return
+                return True
+            if given_up():
+                return False
             if b"address already in use" not in service.log.read_bytes()[-20_000:].lower():
                 raise RunFailed(
                     f"the gateway ended with code {service.exit_code} before it answered; see {service.log}"
@@ -270,13 +282,13 @@ class Services:
         self.started[name] = service
         return service
 
-    def _answers(self, service: Service) -> bool:
+    def _answers(self, service: Service, given_up: Callable[[], bool]) -> bool:
         import httpx
 
         deadline = time.monotonic() + START_SECONDS
         path = f"{self.url}/api/rollouts?state_in=queuing"
         with httpx.Client(timeout=2.0, trust_env=False) as client:
-            while time.monotonic() < deadline and service.exit_code is None:
+            while time.monotonic() < deadline and service.exit_code is None and not given_up():
                 with contextlib.suppress(httpx.TransportError):
                     known = client.get(path, headers={"Authorization": f"Bearer {self.key}"}).status_code
                     stranger = client.get(path).status_code

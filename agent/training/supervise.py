@@ -67,7 +67,7 @@ class Status:
         }
         if new != self.values:
             try:
-                write_json(self.run.status, {**new, "updated": round(time.time(), 3)})
+                write_json(self.run.status, {**new, "updated": round(time.time(), 3)}, lasting=False)
             except OSError as error:  # a full disk must not keep the run from being ended in order
                 self.problem = f"{self.run.status}: {error.strerror}"
                 return
@@ -75,13 +75,16 @@ class Status:
 
 
 class _Interrupt:
-    """Counts Ctrl-C (and SIGTERM) instead of raising in the middle of something."""
+    """Counts Ctrl-C, SIGTERM and SIGHUP (the terminal is gone) instead of raising in the middle of something."""
 
     def __init__(self) -> None:
         self.count, self._last = 0, 0.0
 
     def __enter__(self) -> _Interrupt:
-        self._old = {number: signal.signal(number, self._on) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup: the run is to outlive its terminal
+            numbers.append(signal.SIGHUP)
+        self._old = {number: signal.signal(number, self._on) for number in numbers}
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -95,11 +98,15 @@ class _Interrupt:
         self._last = now
 
 
-def supervise(run: RunDir, attempt: int, config: Any, display: Display) -> Outcome:
-    """Run one attempt to its end. Every process it started is gone when it returns."""
+def supervise(run: RunDir, attempt: int, config: Any, display: Display, began: int = 0) -> Outcome:
+    """Run one attempt, which goes on after step ``began``, to its end.
+
+    Every process that it started is gone when it returns. An error of the supervisor itself is noted in
+    ``status.json`` before it is raised.
+    """
     total = int(config.trainer.total_training_steps)
     status = Status(run, attempt, total)
-    status.write("starting", 0)
+    status.write("starting", began)
     scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))
     scratch_note(run.attempt(attempt)).write_text(str(scratch))
     services = Services(run, attempt, config, scratch)
@@ -109,11 +116,15 @@ def supervise(run: RunDir, attempt: int, config: Any, display: Display) -> Outco
                 services.start_warm()
             services.start_trainer()  # first: it takes the longest, and needs the gateway only when it rolls out
             display.waiting("the gateway")
-            services.start_gateway()
-            services.start_controller()
-            outcome = _watch(services, status, display, interrupt)
+            if services.start_gateway(lambda: interrupt.count > 0):
+                services.start_controller()
+            outcome = _watch(services, status, display, interrupt, began)
         except RunFailed as error:
-            outcome = Outcome("failed", 0, str(error), error.slug)
+            outcome = Outcome("failed", began, str(error), error.slug)
+        except BaseException as error:
+            made = max(began, newest_step(run.attempt(attempt)))
+            status.write("failed", made, reason=f"mmqa itself: {type(error).__name__}: {error}")
+            raise
         finally:
             display.waiting("the processes to end")
             services.stop(HURRIED_SECONDS if interrupt.count else PATIENT_SECONDS)
@@ -185,12 +196,12 @@ class _Stop:
         return phase != "saving" and (self._long or time.monotonic() > self._deadline)
 
 
-def _watch(services: Services, status: Status, display: Display, interrupt: _Interrupt) -> Outcome:
+def _watch(services: Services, status: Status, display: Display, interrupt: _Interrupt, began: int) -> Outcome:
     follower = Follower(services.folder / "progress.jsonl")
     watchdog = Watchdog(status.total_steps, time.monotonic())
     stop = _Stop(services.folder, display)
     noted, told = time.monotonic(), False
-    step, phase, seconds, end = 0, "starting", None, Outcome("failed", 0)
+    step, phase, seconds, end = began, "starting", None, Outcome("failed", began)
     while True:
         ended = services.dead()  # before the events: what the trainer wrote last is then still read
         for event in follower.new():

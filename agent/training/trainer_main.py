@@ -22,7 +22,7 @@ def prepare(config: Any, run: RunDir) -> None:
     ray_init.include_dashboard = False
     ray_init.runtime_env = {"worker_process_setup_hook": "agent.training.ray_setup.setup"}
     kwargs = config.actor_rollout_ref.rollout.engine_kwargs.vllm
-    kwargs.allowed_local_media_path = str(run.images)
+    kwargs.allowed_local_media_path = str(run.images.resolve())  # vLLM resolves a reference before it compares
 
 
 def gateway_url(run: RunDir, attempt: int) -> str:

@@ -118,6 +118,24 @@ def test_after_half_a_line_the_next_one_is_not_lost(tmp_path):
     assert [one["step"] for one in read_jsonl(folder.metrics)] == [1, 2]
 
 
+def test_a_line_cut_inside_a_letter_does_not_keep_the_run_from_going_on(tmp_path):
+    folder = RunDir(tmp_path)
+    attempt = folder.new_attempt()
+    append_jsonl(folder.samples, {"step": 1, "rollout_id": "a"})
+    with folder.samples.open("ab") as file:
+        file.write('{"step": 2, "question": "Wie viele Stühle?"'.encode()[:-6])
+        file.write("ü".encode()[:1])
+    resume.supersede(folder, 1, attempt)
+    assert read_jsonl(folder.samples) == [{"step": 1, "rollout_id": "a"}]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null"])
+def test_a_status_that_cannot_be_read_does_not_keep_the_run_from_going_on(tmp_path, text):
+    folder = RunDir(tmp_path)
+    folder.status.write_text(text)
+    assert resume.finished(folder, 40) is None
+
+
 @pytest.mark.parametrize("odd", ["\u2028", "\u2029", "\x85", "\x0c", "\x1c"])
 def test_line_separators_inside_a_text_lose_no_row(tmp_path, odd):
     folder = RunDir(tmp_path)

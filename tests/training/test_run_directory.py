@@ -4,6 +4,8 @@ import errno
 import io
 import json
 import os
+import signal
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -12,7 +14,7 @@ from agent.training import supervise
 from agent.training.display import Display, describe, duration, trend
 from agent.training.progress import Follower, Progress
 from agent.training.run import clean_up
-from agent.training.rundir import RunDir, append_jsonl, read_jsonl, write_json
+from agent.training.rundir import RunDir, RunHeld, append_jsonl, read_jsonl, write_json
 from agent.training.services import SECRETS
 from agent.training.summary import latest_per_step, lines, sparkline, what_rose
 from agent.training.supervise import scratch_note
@@ -28,7 +30,7 @@ def test_attempts_are_numbered_and_latest_follows(tmp_path):
 
 def test_one_supervisor_at_a_time(tmp_path):
     run = RunDir(tmp_path)
-    with run.locked(), pytest.raises(BlockingIOError, match=f"^{os.getpid()}$"), RunDir(tmp_path).locked():
+    with run.locked(), pytest.raises(RunHeld, match=f"^{os.getpid()}$"), RunDir(tmp_path).locked():
         pass
     with run.locked():
         pass
@@ -63,7 +65,7 @@ def test_write_json_replaces_whole(tmp_path):
 def test_a_status_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch):
     status = supervise.Status(RunDir(tmp_path), 1, 9)
 
-    def full(*arguments):
+    def full(*arguments, **keywords):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -107,6 +109,59 @@ def test_a_log_shows_reward_trend_and_time_left():
         display.event({"phase": "step", "step": step, "reward": step / 20, "seconds": 2.0})
     last = out.getvalue().splitlines()[-1]
     assert "step  10/20" in last and "reward 0.50" in last and "trend 0.15 -> 0.40" in last and "20 s left" in last
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_when_the_output_is_gone_the_run_goes_on_in_silence(terminal):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    display = Display(20, Console(file=Gone(), force_terminal=terminal, width=200))
+    display.say("a line")
+    display.event({"phase": "step", "step": 1, "reward": 0.5, "seconds": 2.0})
+    display.waiting("the gateway")
+    display.close()
+    assert display.gone and display.rewards == [0.5]
+
+
+def test_an_event_that_a_full_disk_cut_short_is_left_out(tmp_path):
+    follower, progress = Follower(tmp_path / "p"), Progress(tmp_path / "p")
+    progress.emit("step", step=1)
+    with (tmp_path / "p").open("a") as file:
+        file.write('{"phase": "sa')
+    progress.emit("saved", step=1)  # it lands behind the half line, and is lost with it
+    progress.emit("step", step=2)
+    assert [(one["phase"], one["step"]) for one in follower.new()] == [("step", 1), ("step", 2)]
+
+
+def test_an_error_of_the_supervisor_itself_is_noted_and_everything_is_ended(tmp_path, monkeypatch):
+    run, stopped = RunDir(tmp_path), []
+    services = SimpleNamespace(
+        start_trainer=lambda: (_ for _ in ()).throw(BlockingIOError(errno.EAGAIN, "no process to be had")),
+        stop=stopped.append,
+    )
+    monkeypatch.setattr(supervise, "Services", lambda *arguments: services)
+    config = SimpleNamespace(
+        trainer=SimpleNamespace(total_training_steps=40), mmqa=SimpleNamespace(backend="gpu", warm_start=False)
+    )
+    with pytest.raises(BlockingIOError):
+        supervise.supervise(run, run.new_attempt(), config, Display(40, Console(file=io.StringIO())), 20)
+    status = json.loads(run.status.read_text())
+    assert (status["state"], status["step"]) == ("failed", 20) and "no process to be had" in status["reason"]
+    assert stopped == [supervise.PATIENT_SECONDS] and not scratch_note(run.attempt(1)).exists()
+
+
+@pytest.mark.parametrize(("before", "counted"), [(signal.SIG_DFL, 1), (signal.SIG_IGN, 0)])
+def test_a_terminal_that_closes_asks_to_stop_unless_nohup_was_used(monkeypatch, before, counted):
+    old = signal.signal(signal.SIGHUP, before)
+    try:
+        with supervise._Interrupt() as interrupt:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert interrupt.count == counted
+        assert signal.getsignal(signal.SIGHUP) == before
+    finally:
+        signal.signal(signal.SIGHUP, old)
 
 
 def test_summary_takes_the_newest_attempt_of_a_step(tmp_path):

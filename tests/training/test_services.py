@@ -7,6 +7,7 @@ import importlib.util
 import json
 import stat
 import threading
+import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -59,6 +60,26 @@ def old_gateway():
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_calls_to_the_gateway_go_through_no_proxy(services, monkeypatch):
+    """httpx as agents and trainer use it, with a company's proxy in both spellings."""
+    proxy = "http://proxy.corp:3128"
+    for name, value in {"http_proxy": proxy, "HTTP_PROXY": proxy, "no_proxy": ".corp", "NO_PROXY": "x.org"}.items():
+        monkeypatch.setenv(name, value)
+    env = services.environment()
+    assert env["no_proxy"] == env["NO_PROXY"] == "x.org,.corp,127.0.0.1,localhost"
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, env[name])
+    assert urllib.request.proxy_bypass("127.0.0.1:8080") and not urllib.request.proxy_bypass("example.com")
+    with httpx.Client() as client:
+        assert client._transport_for_url(httpx.URL("http://127.0.0.1:8080")) is client._transport
+        assert client._transport_for_url(httpx.URL("http://example.com")) is not client._transport
+
+
+def test_a_gateway_that_is_given_up_is_ended(services):
+    assert services.start_gateway(lambda: True) is False
+    assert services.started["gateway"].exit_code is not None and not (services.folder / "gateway.url").exists()
 
 
 def test_a_port_taken_by_an_old_gateway_is_left_for_another(services, monkeypatch):

@@ -6,6 +6,7 @@ verl's layout of a step: ``actor/{model,optim,extra_state}_world_size_<n>_rank_<
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 from agent.errors import InputError, RunFailed
 from agent.training import cpu_backend
 from agent.training.course import belongs, course
+from agent.training.model_folder import model_folder
 from agent.training.rundir import STEP_METRICS, RunDir, read_jsonl
 from agent.training.summary import latest_per_step
 
@@ -215,7 +217,8 @@ def choose(run: RunDir, step: str | None) -> Checkpoint:
 def pinned(checkpoint: Checkpoint, folder: Path) -> Path:
     """The checkpoint once more below ``folder``, as hard links (copies where the disk cannot): retention may go on.
 
-    Raises ``InputError`` if the run that is being trained has removed it meanwhile.
+    Raises ``InputError`` if the run that is being trained has removed it meanwhile, ``RunFailed`` if it cannot be
+    linked or copied (no room, no permission).
     """
 
     def link(source: str, target: str) -> None:
@@ -229,8 +232,11 @@ def pinned(checkpoint: Checkpoint, folder: Path) -> Path:
     target = folder / checkpoint.path.name
     try:
         shutil.copytree(checkpoint.path, target, copy_function=link)
-    except (FileNotFoundError, shutil.Error):
+    except OSError as error:  # shutil.Error holds those of the single files
         shutil.rmtree(target, ignore_errors=True)
+        if checkpoint.path.exists() and problem_of(checkpoint.path) is None:
+            source, _, why = error.args[0][0] if isinstance(error, shutil.Error) else (checkpoint.path, "", error)
+            raise RunFailed(f"{source} cannot be read or copied to {folder}: {why}") from None
         raise InputError(
             f"the checkpoint of step {checkpoint.step} was removed meanwhile: its run goes on and keeps the newest; "
             "try again, or take --step best"
@@ -242,7 +248,8 @@ def export(run: RunDir, out: Path, step: str | None = None) -> Checkpoint:
     """Write a Hugging Face folder (weights, processor, chat template) with verl's own merger.
 
     The weights are bfloat16, as the merger writes them, but float32 if the run began with a float32 model.
-    Raises ``InputError`` for a wrong step or a folder that is not empty, ``RunFailed`` if the merger fails.
+    Raises ``InputError`` for a wrong step or a folder that is not empty, ``RunFailed`` if the merger fails; what it
+    had written by then is removed.
     """
     chosen = choose(run, step)
     if out.exists() and not out.is_dir():
@@ -250,17 +257,37 @@ def export(run: RunDir, out: Path, step: str | None = None) -> Checkpoint:
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out}: not empty; choose another --out")
     dtype = own_dtype(run)
-    with tempfile.TemporaryDirectory(dir=run.root, prefix=".export-") as folder:
-        actor = pinned(chosen, Path(folder)) / "actor"
+    there = out.exists()
+    with _steady(run, chosen) as folder:
         done = subprocess.run(
-            [sys.executable, "-m", "agent.training.checkpoints", str(actor), str(out), dtype],
+            [sys.executable, "-m", "agent.training.checkpoints", str(folder / "actor"), str(out), dtype],
             capture_output=True,
             text=True,
         )
     if done.returncode or not list(out.glob("*.safetensors")):
         last = (done.stderr.strip().splitlines() or ["it wrote no weights"])[-1]
-        raise RunFailed(f"verl's merger failed on step {chosen.step}: {last}", slug="merger-wrong-folder")
+        shutil.rmtree(out, ignore_errors=True)  # the same command must work once the cause is gone
+        if there:
+            out.mkdir()
+        full = "No space left on device" in done.stderr or "Disk quota exceeded" in done.stderr
+        raise RunFailed(
+            f"verl's merger failed on step {chosen.step}: {last}",
+            slug="checkpoint-partial-or-disk-full" if full else None,
+        )
     return chosen
+
+
+EXPORTING = ".export-"  # and the process's id: links of a checkpoint that is being exported
+
+
+@contextlib.contextmanager
+def _steady(run: RunDir, chosen: Checkpoint) -> Iterator[Path]:
+    """The checkpoint's folder, safe from retention; as it is in a run directory where nothing may be written."""
+    if not os.access(run.root, os.W_OK):
+        yield chosen.path
+        return
+    with tempfile.TemporaryDirectory(dir=run.root, prefix=f"{EXPORTING}{os.getpid()}-") as folder:
+        yield pinned(chosen, Path(folder))
 
 
 def as_json(found: list[Checkpoint]) -> str:
@@ -279,8 +306,8 @@ def own_dtype(run: RunDir) -> str:
 
     try:
         settings = yaml.safe_load(run.config.read_text(encoding="utf-8"))
-        folder = Path(settings["actor_rollout_ref"]["model"]["path"])
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        folder = model_folder(settings["actor_rollout_ref"]["model"]["path"])
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else {}
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return "bfloat16"
     parts = (config, config.get("text_config") or {})

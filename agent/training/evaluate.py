@@ -7,15 +7,20 @@ by the run's own agent. What it writes is a run directory of its own (``RUN/eval
 from __future__ import annotations
 
 import math
+import os
 import re
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from agent import tasks
 from agent.errors import InputError, RunFailed, RunStopped
+from agent.images import ImageStore, open_image
 from agent.training import preflight, run
 from agent.training import resume as resuming
 from agent.training.checkpoints import choose, pinned
@@ -27,6 +32,7 @@ from agent.training.supervise import supervise
 from agent.training.trainer import accuracy_metrics
 
 SPLITS = ("val", "train")
+_ROW_KEYS = tuple(f"mmqa.{key}=" for key in ("task", "data_root", "train_samples", "val_samples", "seed", "max_pixels"))
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 NOTHING_TRAINED = (
     "trainer.val_only=true",
@@ -104,7 +110,7 @@ def evaluate(
         if preset is not None:
             raise InputError(f"--preset {preset}: {target} is a run and has its own configuration; leave it out")
         checkpoint = choose(trained, step)
-        start, root = Start(checkpoint.step, checkpoint), _next(trained.root / "evals")
+        start, root = Start(checkpoint.step, checkpoint), _place(trained)
         config = run.plan("", given, saved=trained.config)
     else:
         if step is not None:
@@ -121,14 +127,48 @@ def evaluate(
         root = Path("runs").absolute() / f"eval-{Path(target).name}-{time.strftime('%Y%m%d-%H%M%S')}"
         config = run.plan(preset or "cpu", [*given, f"actor_rollout_ref.model.path={name}"])
     own = RunDir(root)
+    kept = all(trained.rows(one).exists() for one in SPLITS) and not any(_decides_rows(one) for one in overrides)
+    rows_of = trained if kept else None
     display = display or Display(int(config.trainer.total_training_steps))
     try:
-        _measure(own, config, start, split, display)
+        _measure(own, config, start, split, rows_of, display)
     except SaveRefused as error:  # the checkpoint of another number of GPUs could not be rewritten
         raise RunFailed(str(error), slug="checkpoint-partial-or-disk-full") from None
     finally:
         display.close()
     return _result(own, target, start.step, split, config)
+
+
+def _place(trained: RunDir) -> Path:
+    """Where an evaluation of a run writes: inside it, or below ``runs`` if nothing may be written there."""
+    if os.access(trained.root, os.W_OK):
+        return _next(trained.root / "evals")
+    return _next(Path("runs").absolute() / f"eval-{trained.root.name}")
+
+
+def _decides_rows(override: str) -> bool:
+    return override.lstrip("+").startswith(_ROW_KEYS)
+
+
+def take_rows(own: RunDir, trained: RunDir, blank: bool) -> None:
+    """The rows that ``trained`` has, with its pictures (``blank``: white ones of their sizes) in ``own``'s store.
+
+    Made anew they could be others: the folder they came from goes on living.
+    """
+    store = ImageStore(own.images)
+
+    def taken(reference: str) -> str:
+        source = trained.images / Path(reference).name  # the run may have been moved
+        if blank:
+            return store.put(Image.new("RGB", open_image(source).size, "white"))
+        target = store.root / source.name
+        if not target.exists():
+            shutil.copyfile(source, target)
+        return f"file://{target}"
+
+    for split in SPLITS:
+        rows = read_jsonl(trained.rows(split))
+        write_jsonl(own.rows(split), [{**row, "images": [taken(one) for one in row["images"]]} for row in rows])
 
 
 def _next(folder: Path) -> Path:
@@ -137,7 +177,7 @@ def _next(folder: Path) -> Path:
     return folder / str(max(taken, default=0) + 1)
 
 
-def _measure(own: RunDir, config: Any, start: Start, split: str, display: Display) -> None:
+def _measure(own: RunDir, config: Any, start: Start, split: str, rows_of: RunDir | None, display: Display) -> None:
     from omegaconf import OmegaConf
 
     preflight.check_machine(config, own.root)
@@ -148,6 +188,8 @@ def _measure(own: RunDir, config: Any, start: Start, split: str, display: Displa
         if start.checkpoint is not None:
             pin = pinned(start.checkpoint, own.root / "resharded" / "pinned")
             start = replace(start, checkpoint=replace(start.checkpoint, path=pin))
+        if rows_of is not None:
+            take_rows(own, rows_of, config.mmqa.blank_images)
         run.prepare(own, config, display)
         if split == "train":
             write_jsonl(own.rows("val"), read_jsonl(own.rows("train"))[: config.mmqa.val_samples])

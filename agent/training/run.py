@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import platform
@@ -77,8 +78,11 @@ def plan_on(run: RunDir, overrides: Sequence[str], *, task: str | None, steps: i
             f"{run.root}: config.yaml is missing, so it cannot go on as it was; choose another --run-dir",
             slug="nothing-to-resume",
         )
-    config = plan("", overrides, task=task, steps=steps, saved=run.config)
-    return config, resuming.differences(configs.load_yaml(run.config), OmegaConf.to_container(config))
+    config, saved = plan("", overrides, task=task, steps=steps, saved=run.config), configs.load_yaml(run.config)
+    model, had = config.actor_rollout_ref.model, saved["actor_rollout_ref"]["model"]["path"]
+    if model.path == "tiny" and tiny_vlm.is_cached_path(str(had)):  # the same command as at first
+        model.path = had
+    return config, resuming.differences(saved, OmegaConf.to_container(config))
 
 
 def dry_run(
@@ -252,8 +256,18 @@ def begin_at(run: RunDir, config: Any, start: Start, attempt: int, display: Disp
 
 
 def clean_up(run: RunDir) -> None:
-    """Remove what an attempt left whose supervisor was killed (keys, sockets, memory), and resharded checkpoints."""
+    """Remove what an attempt left whose supervisor was killed (keys, sockets, memory), and resharded checkpoints.
+
+    Also the links of checkpoints that an export or an evaluation left: they would keep the room of those that went.
+    """
     shutil.rmtree(run.root / "resharded", ignore_errors=True)
+    for left in run.root.glob(f"{checkpoints.EXPORTING}*"):
+        process = left.name.removeprefix(checkpoints.EXPORTING).partition("-")[0]
+        if not process.isdigit() or not Path(f"/proc/{process}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    for left in run.root.glob("evals/*/resharded"):
+        with contextlib.suppress(RunHeld, OSError), RunDir(left.parent).locked():  # held: it is being evaluated
+            shutil.rmtree(left, ignore_errors=True)
     for number in run.attempts():
         folder = run.attempt(number)
         remove_traces(folder)

@@ -29,6 +29,7 @@ from agent.training.checkpoints import (
     shard_names,
     world_sizes,
 )
+from agent.training.model_folder import model_folder
 from agent.training.rundir import RunDir
 
 BYTES_PER_PARAMETER = 12  # float32 weights (verl's masters) and AdamW's two moments
@@ -46,14 +47,16 @@ class SaveRefused(RuntimeError):
 # -- before ----------------------------------------------------------------------------------------------------------
 
 
-def expected_bytes(run: RunDir, model_path: Path) -> int:
+def expected_bytes(run: RunDir, model: str) -> int:
     """Bytes that the next checkpoint will take.
 
-    As many as the newest whole one; if there is none, 12 for each parameter in the model's safetensors files (their
-    headers are read) plus 5 %. 0 if the model's folder has no such file.
+    As many as the newest whole one; if there is none, 12 for each parameter in the safetensors files of ``model`` (a
+    folder, or a name of the hub; their headers are read) plus 5 %. 0 if there are no such files on this machine.
     """
     if whole := by_age(checkpoints(run)):
         return whole[-1].size
+    if (model_path := model_folder(model)) is None:
+        return 0
     parameters = sum(_parameters(file) for file in _weights(model_path))
     return math.ceil(parameters * BYTES_PER_PARAMETER * HEADROOM)
 
@@ -73,7 +76,7 @@ def _parameters(file: Path) -> int:
     return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
-def check_space(run: RunDir, model_path: Path) -> None:
+def check_space(run: RunDir, model: str) -> None:
     """Raise ``SaveRefused`` if the next checkpoint and 64 MiB more do not fit on the disk of ``run.checkpoints``.
 
     To be called before verl begins to write: a disk that fills up in a save leaves a torn checkpoint.
@@ -81,7 +84,7 @@ def check_space(run: RunDir, model_path: Path) -> None:
     place = run.checkpoints
     while not place.exists():
         place = place.parent
-    free, needed = shutil.disk_usage(place).free, expected_bytes(run, model_path) + MARGIN
+    free, needed = shutil.disk_usage(place).free, expected_bytes(run, model) + MARGIN
     if free < needed:
         raise SaveRefused(
             f"no room for a checkpoint: it needs {needed / 1e9:.2f} GB, and {place} has {free / 1e9:.2f} GB free; "

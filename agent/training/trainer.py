@@ -310,7 +310,7 @@ def guarded(base: type) -> type:
             progress.emit("saving", step=step)
             started = time.monotonic()
             try:
-                saving.check_space(run, Path(self.config.actor_rollout_ref.model.path))
+                saving.check_space(run, self.config.actor_rollout_ref.model.path)
                 saving.begin(run, step)
                 super()._save_checkpoint()
                 # the loop logs the step after it has saved it: if it is killed in between, the line is not lost

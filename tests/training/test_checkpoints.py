@@ -1,5 +1,6 @@
 """Which checkpoints are whole, which one is chosen, and what is exported."""
 
+import errno
 import json
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from agent.errors import InputError, RunFailed
+from agent.training import checkpoints as checkpoints_module
 from agent.training import saving
 from agent.training.checkpoints import as_json, best, by_age, checkpoints, choose, export, open_run, own_dtype, pinned
 from agent.training.rundir import RunDir, append_jsonl
@@ -147,6 +149,39 @@ def test_a_pinned_checkpoint_outlives_the_retention_of_its_run(run, tmp_path):
     with pytest.raises(InputError, match="step 10 was removed meanwhile: its run goes on"):
         pinned(chosen, tmp_path / "again")
     assert not (tmp_path / "again/global_step_10").exists()
+
+
+def test_a_checkpoint_that_cannot_be_copied_is_not_called_removed(run, tmp_path, monkeypatch):
+    save(run, 10)
+
+    def full(*arguments, **keywords):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoints_module.os, "link", full)
+    monkeypatch.setattr(checkpoints_module.shutil, "copy2", full)
+    with pytest.raises(RunFailed, match=r"cannot be read or copied to .*: .*No space left on device"):
+        pinned(choose(run, None), tmp_path / "pins")
+    assert not (tmp_path / "pins/global_step_10").exists()
+
+
+FULL = "No space left on device"
+
+
+@pytest.mark.parametrize(("text", "slug"), [(FULL, "checkpoint-partial-or-disk-full"), ("?", None)])
+def test_an_export_that_fails_leaves_nothing_in_the_way(run, tmp_path, monkeypatch, text, slug):
+    save(run, 10)
+    out = tmp_path / "out"
+
+    def merger(command, **keywords):
+        out.mkdir()
+        (out / "config.json").write_text("{}")
+        return subprocess.CompletedProcess(command, 1, "", f"OSError: {text}\n")
+
+    monkeypatch.setattr(checkpoints_module.subprocess, "run", merger)
+    for _ in range(2):
+        with pytest.raises(RunFailed, match="merger failed on step 10: OSError") as raised:
+            export(run, out)
+        assert raised.value.slug == slug and not out.exists() and not list(run.root.glob(".export-*"))
 
 
 def test_own_dtype(run, tmp_path):

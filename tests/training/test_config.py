@@ -11,6 +11,7 @@ from agent.errors import InputError
 from agent.training import config as configs
 from agent.training import preflight, run, schema
 from agent.training.agent_class import check_agent_class
+from agent.training.rundir import RunDir
 
 OmegaConf = pytest.importorskip("omegaconf").OmegaConf
 pytestmark = pytest.mark.skipif(
@@ -186,6 +187,17 @@ def saved_config(folder, *overrides, vllm="0.22.1"):
 def test_an_agent_class_changed_on_going_on_is_the_one_that_runs(tmp_path):
     changed = configs.recompose(saved_config(tmp_path), ["mmqa.agent_class=flaky_agent.FlakyAgent"])
     assert changed.agentlightning.local.agent_class == "flaky_agent.FlakyAgent"
+
+
+def test_the_same_command_with_the_tiny_model_goes_on(tmp_path):
+    folder = RunDir(tmp_path)
+    saved = configs.compose("cpu")
+    saved.actor_rollout_ref.model.path = "/cache/tiny-vlm-digits-0123"
+    folder.config.write_text(OmegaConf.to_yaml(saved))
+    config, changed = run.plan_on(folder, ["actor_rollout_ref.model.path=tiny"], task="digits", steps=None)
+    assert changed == [] and config.actor_rollout_ref.model.path == "/cache/tiny-vlm-digits-0123"
+    with pytest.raises(InputError, match=r"model\.path: .* cannot change"):
+        run.plan_on(folder, [f"actor_rollout_ref.model.path={tmp_path}"], task=None, steps=None)
 
 
 def test_on_going_on_the_cache_settings_follow_the_installed_engine_and_the_keys(tmp_path, monkeypatch):

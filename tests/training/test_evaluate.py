@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from agent.errors import InputError
+from agent.images import ImageStore
 from agent.training import evaluate as module
-from agent.training.evaluate import Evaluated, wilson
-from agent.training.rundir import RunDir
+from agent.training.evaluate import Evaluated, take_rows, wilson
+from agent.training.rundir import RunDir, read_jsonl, write_jsonl
 
 
 def test_wilsons_interval_against_known_values():
@@ -32,6 +34,24 @@ def test_the_line_says_what_was_asked():
     line = Evaluated(split="val", blank_images=True, **values).line()
     assert line.startswith("pictures blanked, 8 questions: right 0.50 (95 %: 0.20 .. 0.80)")
     assert line.endswith("a constant answer: 0.10; 1 rollouts failed")
+
+
+def test_a_run_is_evaluated_on_its_own_rows(tmp_path):
+    """Also after it was moved; blanked, each picture is a white one of its size."""
+    trained = RunDir(tmp_path / "trained")
+    picture = Image.new("RGB", (30, 20), "red")
+    reference = ImageStore(trained.images).put(picture)
+    for split, rows in (("train", "ab"), ("val", "c")):
+        write_jsonl(trained.rows(split), [{"id": one, "images": [reference], "question": "?"} for one in rows])
+    moved = RunDir(tmp_path / "moved")
+    trained.root.rename(moved.root)
+    for blank, colour in ((False, (255, 0, 0)), (True, (255, 255, 255))):
+        own = RunDir(tmp_path / f"own-{blank}")
+        take_rows(own, moved, blank)
+        assert [one["id"] for one in read_jsonl(own.rows("train"))] == ["a", "b"]
+        (row,) = read_jsonl(own.rows("val"))
+        found = ImageStore(own.images).open(row["images"][0])
+        assert found.size == (30, 20) and found.getpixel((5, 5)) == colour
 
 
 def test_evaluations_are_numbered(tmp_path):

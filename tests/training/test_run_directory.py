@@ -164,6 +164,18 @@ def test_a_terminal_that_closes_asks_to_stop_unless_nohup_was_used(monkeypatch, 
         signal.signal(signal.SIGHUP, old)
 
 
+def test_links_that_a_killed_export_or_evaluation_left_are_removed(tmp_path):
+    run = RunDir(tmp_path)
+    gone, here = run.root / ".export-999999999-a", run.root / f".export-{os.getpid()}-b"
+    ended, held = RunDir(run.root / "evals/1"), RunDir(run.root / "evals/2")
+    for folder in (gone, here, ended.root / "resharded", held.root / "resharded"):
+        folder.mkdir(parents=True)
+    with held.locked():
+        clean_up(run)
+    assert not gone.exists() and here.exists()
+    assert not (ended.root / "resharded").exists() and (held.root / "resharded").exists()
+
+
 def test_summary_takes_the_newest_attempt_of_a_step(tmp_path):
     run = RunDir(tmp_path)
     for step, attempt, reward in [(1, 1, 0.1), (2, 1, 0.2), (2, 2, 0.4), (3, 2, 0.9)]:

@@ -78,7 +78,7 @@ def test_expected_bytes(run, tmp_path):
     index = {"weight_map": {"a": "model-1.safetensors"}}
     (parts / "model.safetensors.index.json").write_text(json.dumps(index))
     assert expected_bytes(run, parts) == 126
-    assert expected_bytes(run, tmp_path / "owner" / "name-at-a-hub") == 0
+    assert expected_bytes(run, str(tmp_path / "owner" / "name-at-a-hub")) == 0
     saved(run, 10)
     save(run, 20)
     size = sum(file.stat().st_size for file in (run.checkpoints / "global_step_10").rglob("*") if file.is_file())

@@ -310,18 +310,23 @@ class Services:
     def stop(self, seconds: float = 15.0) -> None:
         """End every process of the attempt: politely, then by force, then whatever still carries the token.
 
-        Then remove what ended processes cannot remove themselves: keys, shared memory, the controller's lock.
+        The trainer has ``seconds`` to end by itself, the others 6 together; with 15 s all are gone within 30. Then remove what ended processes cannot remove themselves: keys, shared memory, the controller's lock.
         """
         self.note_shared_memory()
         services = [self.started[name] for name in ("trainer", "warm", "controller", "gateway") if name in self.started]
+        end = time.monotonic() + seconds + 6.0
+
+        def left(most: float) -> float:
+            return min(most, max(0.5, end - time.monotonic()))
+
         for service in services:
             if service.exit_code is None:
                 service.signal_group(signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    service.process.wait(timeout=seconds if service.name == "trainer" else 5.0)
+                    service.process.wait(timeout=seconds if service.name == "trainer" else left(5.0))
             service.signal_group(signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                service.process.wait(timeout=5.0)
+                service.process.wait(timeout=left(2.0))
         self._end_leftovers()
         remove_traces(self.folder, self._noted)
 

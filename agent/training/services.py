@@ -310,7 +310,8 @@ class Services:
     def stop(self, seconds: float = 15.0) -> None:
         """End every process of the attempt: politely, then by force, then whatever still carries the token.
 
-        The trainer has ``seconds`` to end by itself, the others 6 together; with 15 s all are gone within 30. Then remove what ended processes cannot remove themselves: keys, shared memory, the controller's lock.
+        The trainer has ``seconds`` to end by itself, the others 6 together; with 15 s all are gone within 30. Then
+        remove what ended processes cannot remove themselves: keys, shared memory, the controller's lock.
         """
         self.note_shared_memory()
         services = [self.started[name] for name in ("trainer", "warm", "controller", "gateway") if name in self.started]

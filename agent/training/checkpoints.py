@@ -25,7 +25,7 @@ from agent.errors import InputError, RunFailed
 from agent.training import cpu_backend
 from agent.training.course import belongs, course
 from agent.training.model_folder import model_folder
-from agent.training.rundir import STEP_METRICS, RunDir, read_jsonl
+from agent.training.rundir import STEP_METRICS, RunDir, read_json, read_jsonl
 from agent.training.summary import latest_per_step
 
 MANIFEST, SCHEMA = "manifest.json", 1
@@ -157,10 +157,7 @@ def checkpoints(run: RunDir) -> list[Checkpoint]:
 
 def _own_reward(folder: Path) -> float | None:
     """The validation reward that was written into the checkpoint; the run's figures may be another course's by now."""
-    try:
-        return json.loads((folder / STEP_METRICS).read_bytes()).get("val/reward")
-    except (OSError, ValueError, AttributeError):
-        return None
+    return read_json(folder / STEP_METRICS).get("val/reward")
 
 
 def by_age(found: Iterable[Checkpoint]) -> list[Checkpoint]:
@@ -291,9 +288,19 @@ def _steady(run: RunDir, chosen: Checkpoint) -> Iterator[Path]:
 
 
 def as_json(found: list[Checkpoint]) -> str:
-    """The list for a machine."""
-    keys = ("step", "size", "world_size", "reward", "problem", "left")
-    return json.dumps([{key: getattr(one, key) for key in keys} | {"path": str(one.path)} for one in found])
+    """The list for a machine. A reward that is no number is null: JSON has no NaN."""
+    keys = ("step", "size", "world_size", "problem", "left")
+    return json.dumps(
+        [
+            {key: getattr(one, key) for key in keys} | {"path": str(one.path), "reward": _finite(one.reward)}
+            for one in found
+        ],
+        allow_nan=False,
+    )
+
+
+def _finite(reward: float | None) -> float | None:
+    return reward if reward is not None and math.isfinite(reward) else None
 
 
 def own_dtype(run: RunDir) -> str:

@@ -139,6 +139,12 @@ def began_with(run, folder, **config):
     run.config.write_text(yaml.safe_dump({"actor_rollout_ref": {"model": {"path": str(folder)}}}))
 
 
+def test_a_reward_that_is_no_number_is_null_for_a_machine(run):
+    save(run, 10, reward=float("nan"))
+    save(run, 20, reward=0.5)
+    assert [one["reward"] for one in json.loads(as_json(checkpoints(run)))] == [None, 0.5]
+
+
 def test_a_pinned_checkpoint_outlives_the_retention_of_its_run(run, tmp_path):
     save(run, 10)
     chosen = choose(run, None)

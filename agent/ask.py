@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
+
 from agent.answers import Answer, find
 from agent.chat import Chat, ChatError
 from agent.errors import InputError, RunFailed
@@ -20,6 +22,12 @@ class Asked:
 
     replies: list[str]
     answer: Answer
+
+
+class NoReply(RunFailed):
+    """The endpoint gave no reply. There is no run whose logs could say more, so no general page is named."""
+
+    general = None
 
 
 def check_address(url: str) -> None:
@@ -45,8 +53,8 @@ def ask(
 ) -> Asked:
     """Ask ``question`` about the picture in ``image``.
 
-    ``url`` ends in "/v1". Raises ``ImageError`` for a picture that cannot be used, ``RunFailed`` if the endpoint does
-    not answer.
+    ``url`` ends in "/v1". Raises ``ImageError`` for a picture that cannot be used, ``InputError`` for a key or a model
+    that the endpoint does not know, ``NoReply`` if it does not answer.
     """
     key = key.strip()  # a line end that came along from a file
     if not key.isascii() or not key.isprintable():
@@ -63,6 +71,29 @@ def ask(
     try:
         asyncio.run(main())
     except ChatError as error:
-        hint = "; should the address end in /v1?" if "HTTP 404" in str(error) and not url.endswith("/v1") else ""
-        raise RunFailed(f"{url}: {error}{hint}") from None
+        raise _explained(str(error), url, model, key) from None
     return Asked(transcript.replies, find(transcript.replies[-1]))
+
+
+def _explained(said: str, url: str, model: str, key: str) -> InputError | NoReply:
+    """The error to show for what a failed call said."""
+    if said.startswith(("HTTP 401", "HTTP 403")):
+        change = "the key in OPENAI_API_KEY is not the right one" if key else "set its key in OPENAI_API_KEY"
+        return InputError(f"{url}: {said}; {change}")
+    if said.startswith("HTTP 404"):
+        served = _served(url, key)
+        if served and model not in served:
+            return InputError(f"--model {model}: not served at {url}; it serves {', '.join(served)}")
+        if not served and not url.rstrip("/").endswith("/v1"):
+            return NoReply(f"{url}: {said}; should the address end in /v1?")
+    return NoReply(f"{url}: {said}")
+
+
+def _served(url: str, key: str) -> list[str]:
+    """Names of the models that the endpoint serves; none if it does not say."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/models", headers=headers, timeout=5.0, trust_env=False)
+        return [str(one["id"]) for one in answer.json()["data"]]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return []

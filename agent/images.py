@@ -23,6 +23,7 @@ from agent.errors import InputError
 
 MAX_PIXELS = 1024 * 1024  # what is kept; larger pictures are shrunk to it
 MAX_SOURCE_PIXELS = 100_000_000  # what is opened at all; more is refused before it is decoded
+MAX_ASPECT = 200  # one side over the other; the image processors of the Qwen-VL family refuse more
 
 
 class ImageError(InputError):
@@ -55,10 +56,10 @@ def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Ima
     name = name or (str(source) if not isinstance(source, bytes) else "image")
     try:
         data = source if isinstance(source, bytes) else Path(source).read_bytes()
-    except OSError as error:
-        raise ImageError(f"image {name}: {error.strerror or error}; check the path in the row") from None
+    except (OSError, ValueError) as error:  # ValueError: no path at all (a NUL character)
+        raise ImageError(f"image {name}: {getattr(error, 'strerror', None) or error}; check the path") from None
     if not data:
-        raise ImageError(f"image {name}: the file is empty; replace it or remove the row")
+        raise ImageError(f"image {name}: the file is empty; replace it")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -73,41 +74,65 @@ def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Ima
     except Image.DecompressionBombError:  # Pillow's own limit, found before the size could be read
         raise ImageError(f"image {name}: it is over {MAX_SOURCE_PIXELS:,} px; shrink it first") from None
     except (OSError, SyntaxError, ValueError) as error:
-        raise ImageError(f"image {name}: damaged ({error}); replace it or remove the row") from None
+        raise ImageError(f"image {name}: damaged ({error}); replace it") from None
     return image
+
+
+def prepared(source: Image.Image | str | Path | bytes, max_pixels: int, name: str | None) -> Image.Image:
+    """Opened if it is no picture yet, and normalised. Raises ``ImageError``, also for a picture of extreme shape."""
+    image = source if isinstance(source, Image.Image) else open_image(source, name)
+    done = normalise(image, max_pixels)
+    if max(done.size) > MAX_ASPECT * min(done.size):
+        said = name or (str(source) if isinstance(source, str | Path) else "of the task")
+        raise ImageError(
+            f"image {said}: {image.width} x {image.height} px, one side is over {MAX_ASPECT} times the other, which "
+            "vision models refuse; crop it"
+        )
+    return done
 
 
 def inside(root: Path, path: str | Path) -> Path:
     """``path`` (relative to ``root`` or absolute) with links resolved; ``ImageError`` if it lies outside ``root``."""
-    if "\0" in str(path):
-        raise ImageError(f"image {str(path)!r}: a file name cannot hold a NUL character; check the path in the row")
-    real, base = (root / path).resolve(), root.resolve()
+    try:
+        base = root.resolve()
+        real = (base / path).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL character, half a letter
+        raise ImageError(f"image {str(path)!r}: no path that can be followed ({error}); check the path") from None
     if not real.is_relative_to(base):
         raise ImageError(f"image {path}: outside the data root {base}; move it there or choose another data root")
     return real
 
 
-class ImageStore:
-    """A folder of normalised pictures.
+def store_root(path: str | Path) -> Path:
+    """``path`` with links resolved, as the root of an image store; ``InputError`` if it cannot be one.
 
-    ``root`` must need no quoting as an address: the engine unquotes ``file://`` references and the trainer does not, so
-    a blank or a "%" in the path would make them read different files. Raises ``InputError`` otherwise.
+    It must need no quoting as an address: the engine unquotes ``file://`` references and the trainer does not, so a
+    blank or a "%" in the path would make them read different files.
     """
+    try:
+        root = Path(path).resolve()
+        address = root.as_uri()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(f"image store {str(path)!r}: no path that can be followed ({error})") from None
+    if address != f"file://{root}":
+        raise InputError(
+            f"image store {root}: the path has characters that a file:// address must quote; "
+            "choose a run directory with letters, digits, '-', '_', '.' alone"
+        )
+    return root
+
+
+class ImageStore:
+    """A folder of normalised pictures; ``InputError`` for a ``root`` that ``store_root`` refuses."""
 
     def __init__(self, root: str | Path, max_pixels: int = MAX_PIXELS) -> None:
-        self.root = Path(root).resolve()
+        self.root = store_root(root)
         self.max_pixels = max_pixels
-        if self.root.as_uri() != f"file://{self.root}":
-            raise InputError(
-                f"image store {self.root}: the path has characters that a file:// address must quote; "
-                "choose a run directory with letters, digits, '-', '_', '.' alone"
-            )
         self.root.mkdir(parents=True, exist_ok=True)
 
     def put(self, source: Image.Image | str | Path | bytes, name: str | None = None) -> str:
         """Normalise ``source``, write it once, and return its ``file://`` reference."""
-        image = source if isinstance(source, Image.Image) else open_image(source, name)
-        image = normalise(image, self.max_pixels)
+        image = prepared(source, self.max_pixels, name)
         digest = hashlib.sha256(f"{image.width}x{image.height}:".encode() + image.tobytes()).hexdigest()[:32]
         path = self.root / f"{digest}.png"
         if not path.exists():
@@ -129,6 +154,11 @@ class ImageStore:
             raise ImageError(f"image {reference[:80]}: outside the image store {self.root}")
         return path
 
+    def size(self, reference: str) -> tuple[int, int]:
+        """Width and height of a stored picture, which is not decoded for that."""
+        with Image.open(self.path(reference)) as image:
+            return image.size
+
     def open(self, reference: str) -> Image.Image:
         """Decode a stored picture as engine and trainer do."""
         return open_image(self.path(reference)).convert("RGB")
@@ -142,9 +172,8 @@ class InlineImages:
 
     def put(self, source: Image.Image | str | Path | bytes, name: str | None = None) -> str:
         """Normalise ``source`` and return it as a ``data:image/png`` reference."""
-        image = source if isinstance(source, Image.Image) else open_image(source, name)
         buffer = BytesIO()
-        normalise(image, self.max_pixels).save(buffer, "PNG")
+        prepared(source, self.max_pixels, name).save(buffer, "PNG")
         return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
     def path(self, reference: str) -> str:

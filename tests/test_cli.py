@@ -1,6 +1,7 @@
 """mmqa from the shell: one clear line and exit code 2 for wrong input, no traceback."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 import threading
@@ -55,7 +56,10 @@ def test_every_command_has_help():
         (["eval", "./gone"], "no run directory and no model's folder here"),
         (["eval", "runs/moved"], "for a model of the hub give its owner/name and --preset"),
         (["eval", "a/b/c", "--preset", "qwen3_vl_2b"], "no run directory and no model's folder here"),
-        (["ask", "gone.png", "What?", "--url", "http://127.0.0.1:9/v1", "--model", "m"], "gone.png: No such file"),
+        (
+            ["ask", "gone.png", "What?", "--url", "http://127.0.0.1:9/v1", "--model", "m"],
+            "gone.png: No such file or directory; check the path\n",
+        ),
     ],
 )
 def test_wrong_input_is_one_line(arguments, text, tmp_path):
@@ -123,6 +127,44 @@ def test_a_line_end_behind_the_key_does_no_harm_and_a_missing_v1_is_guessed(tmp_
     assert keys == ["Bearer sk-1"]
 
 
+@pytest.mark.parametrize(
+    ("model", "key", "text"),
+    [
+        ("m", "sk-1", "--model m: not served at {url}; it serves qwen, other"),
+        ("qwen", "", "set its key in OPENAI_API_KEY"),
+        ("qwen", "sk-2", "the key in OPENAI_API_KEY is not the right one"),
+    ],
+)
+def test_a_model_or_a_key_that_the_endpoint_does_not_know_is_wrong_input(model, key, text, tmp_path, monkeypatch):
+    class Endpoint(BaseHTTPRequestHandler):
+        def answer(self, status, value):
+            body = json.dumps(value if self.headers["Authorization"] == "Bearer sk-1" else {"error": "no"}).encode()
+            self.send_response(status if self.headers["Authorization"] == "Bearer sk-1" else 401)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.answer(404, {"error": {"message": "The model `m` does not exist."}})
+
+        def do_GET(self):
+            self.answer(200 if self.path == "/v1/models" else 404, {"data": [{"id": "qwen"}, {"id": "other"}]})
+
+        def log_message(self, *arguments):
+            pass
+
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    done = mmqa("ask", "a.png", "What?", "--url", url, "--model", model, cwd=tmp_path)
+    server.shutdown()
+    assert done.returncode == 2 and text.format(url=url) in done.stderr, done.stderr
+    assert "mmqa diagnose" not in done.stderr and "unknown-failure" not in done.stderr
+
+
 @needs_stack
 def test_places_that_cannot_be_written_are_named_before_the_work(tmp_path):
     done = mmqa("probe-engine", "--out", str(tmp_path))
@@ -156,3 +198,4 @@ def test_an_endpoint_that_does_not_answer_is_a_failed_run(tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     done = mmqa("ask", "a.png", "What?", "--url", "http://127.0.0.1:9/v1", "--model", "m", cwd=tmp_path)
     assert done.returncode == 1 and "ConnectError" in done.stderr and "Traceback" not in done.stderr
+    assert "unknown-failure" not in done.stderr, "there is no run to look into"

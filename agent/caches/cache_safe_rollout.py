@@ -6,7 +6,11 @@ next request with a known image then fails with ``AssertionError: Expected a cac
 (https://github.com/vllm-project/vllm/issues/42995). Turning prefix caching off does not prevent that; a processor cache
 of size 0 does. Which releases crash was measured on the real engine: see the evidence folder beside this file.
 
-    config.actor_rollout_ref.rollout.update(cache_safe_rollout())    # {} where nothing is wrong
+    rollout = config["actor_rollout_ref"]["rollout"]                 # plain dicts
+    config["actor_rollout_ref"]["rollout"] = merged(rollout, cache_safe_rollout())     # {} where nothing is wrong
+
+``merged`` keeps the ``engine_kwargs`` that are there, as ``OmegaConf.merge`` does for an OmegaConf configuration;
+``dict.update`` would replace them.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +76,20 @@ def cache_safe_rollout(
         return {"engine_kwargs": {"vllm": {"additional_config": {PLUGIN: True}}}}
     settings: dict[str, Any] = {} if keep_prefix_caching else {"enable_prefix_caching": False}
     return settings | {"engine_kwargs": {"vllm": {"mm_processor_cache_gb": 0}}}
+
+
+def merged(rollout: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """``rollout`` with ``settings`` on top, key by key at every depth; both stay as they are.
+
+    For plain mappings. An OmegaConf configuration goes through ``OmegaConf.merge``.
+    """
+    result = dict(rollout)
+    for key, value in settings.items():
+        below = result.get(key)
+        result[key] = (
+            merged(below if isinstance(below, Mapping) else {}, value) if isinstance(value, Mapping) else value
+        )
+    return result
 
 
 def is_affected(vllm_version: str | None = None) -> bool:

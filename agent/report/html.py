@@ -66,10 +66,15 @@ def picture(store: ImageStore, reference: str) -> str:
     return f'<img alt="" src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
 
 
+def _list(value: Any) -> list[Any]:
+    """``value`` if it is a list: the file of samples may have been written to by something else."""
+    return value if isinstance(value, list) else []
+
+
 def sample_row(store: ImageStore, one: dict[str, Any]) -> str:
     """One rollout as a table row."""
-    images = "".join(picture(store, str(reference)) for reference in (one.get("images") or [])[:3])
-    replies = "<br>".join(f"<code>{escape(str(reply)[:2000])}</code>" for reply in one.get("replies") or [])
+    images = "".join(picture(store, str(reference)) for reference in _list(one.get("images"))[:3])
+    replies = "<br>".join(f"<code>{escape(str(reply)[:2000])}</code>" for reply in _list(one.get("replies")))
     error = f'<div class="bad">{escape(str(one["error"])[:500])}</div>' if one.get("error") else ""
     cells = (
         escape(str(one.get("step"))),
@@ -105,7 +110,7 @@ def render(run: RunDir) -> str:
         parts.append(f"<p>{escape(page(str(status['symptom'])))}</p>")
     parts += [f"<p>{escape(line)}</p>" for line in summary.lines(run)]
     for title, key, what in CURVES:
-        points = [(one["step"], float(one[key])) for one in metrics if isinstance(one.get(key), int | float)]
+        points = [(one["step"], value) for one in metrics if (value := summary.figure(one, key)) is not None]
         if drawn := curve(points, title):
             parts.append(f"<h2>{escape(title)}</h2><p>{escape(what)}</p>{drawn}")
     samples = chosen_samples(read_jsonl(run.samples))

@@ -15,11 +15,13 @@ NAMES = ("circles", "digits", "folder")
 __all__ = ["NAMES", "Sample", "Task", "load"]
 
 
-def load(name: str) -> Task:
+def load(name: str | None) -> Task:
     """The task of that name, or the module of that dotted path (a task of your own, importable from here).
 
     Raises ``InputError``, with the nearest name.
     """
+    if name is None or not str(name).strip():  # "mmqa.task=" is null
+        raise InputError(f"no task is named; set mmqa.task to {', '.join(NAMES)} or a module of your own")
     name = str(name)
     if name not in NAMES and ("." in name or find_spec(name) is not None):
         try:

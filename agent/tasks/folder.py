@@ -11,31 +11,58 @@ Each line is one question, its pictures relative to the folder:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from agent.errors import InputError
-from agent.images import inside
+from agent.images import ImageError, inside
 from agent.tasks.base import Sample
 
 NAME = "folder"
 CHANCE = 0.0  # unknown
 ANSWERS: tuple[str, ...] = ()
+SPLITS = ("train", "val")
 data_root: Path | None = None  # set by the caller from mmqa.data_root
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no JSON value")
+
+
+def check_root(root: Path | None, splits: Sequence[str] = SPLITS) -> Path:
+    """The data root; ``InputError`` if it is not given, is no folder, or a split's file is not in it."""
+    if root is None:
+        raise InputError("the folder task needs mmqa.data_root=FOLDER (with train.jsonl and val.jsonl in it)")
+    if not root.is_dir():
+        raise InputError(f"mmqa.data_root={root}: no such folder")
+    for split in splits:
+        if not (file := root / f"{split}.jsonl").is_file():
+            raise InputError(f"{file}: not found; the folder task reads train.jsonl and val.jsonl from mmqa.data_root")
+    return root
 
 
 def parse(line: str, where: str) -> dict[str, Any]:
     """One line to a row with "question", "images", "answer"; ``InputError`` names the line and the key."""
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_constant=_no_number)
+        json.dumps(row, ensure_ascii=False).encode()  # half a letter ("\\ud800") can be neither written nor opened
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from None
+    except UnicodeEncodeError as error:
+        half = error.object[error.start].encode("unicode_escape").decode()
+        raise InputError(f"{where}: {half} is half a letter; write the line in UTF-8") from None
+    except RecursionError:
+        raise InputError(f"{where}: lists or objects nested too deeply") from None
+    except ValueError as error:  # NaN, or a number of thousands of digits
+        raise InputError(f"{where}: not valid JSON ({str(error).partition(';')[0]})") from None
     if not isinstance(row, dict):
         raise InputError(f"{where}: expected an object with question, images and answer")
     for key in ("question", "answer"):
-        if isinstance(row.get(key), int | float) and not isinstance(row[key], bool):
-            row[key] = str(row[key])
+        value = row.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) != math.inf:  # 1e999
+            row[key] = str(value)
         if not isinstance(row.get(key), str) or not row[key].strip():
             raise InputError(f"{where}: key {key!r} must be a text that is not empty")
     images = row.get("images", [row["image"]] if isinstance(row.get("image"), str) else None)
@@ -49,12 +76,8 @@ def parse(line: str, where: str) -> dict[str, Any]:
 
 def samples(split: str, count: int, seed: int) -> Iterator[Sample]:
     """Yield at most ``count`` rows of ``<split>.jsonl`` in the file's order (the trainer shuffles)."""
-    if data_root is None:
-        raise InputError("the folder task needs mmqa.data_root=FOLDER (with train.jsonl and val.jsonl in it)")
-    root = Path(str(data_root))
+    root = check_root(None if data_root is None else Path(str(data_root)), [split])
     file = root / f"{split}.jsonl"
-    if not file.is_file():
-        raise InputError(f"{file}: not found; the folder task reads train.jsonl and val.jsonl from mmqa.data_root")
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -66,12 +89,17 @@ def samples(split: str, count: int, seed: int) -> Iterator[Sample]:
             continue
         if number >= count:
             return
-        row = parse(line, f"{file.name} line {position}")
+        where = f"{file.name} line {position}"
+        row = parse(line, where)
         number += 1
+        try:
+            images = tuple(str(inside(root, one)) for one in row["images"])
+        except ImageError as error:
+            raise InputError(f"{where}: {error}") from None
         yield Sample(
             str(row.get("id", f"{split}-{position}")),
             row["question"],
             row["answer"],
-            tuple(str(inside(root, one)) for one in row["images"]),
+            images,
             {"allowed": row["allowed"]} if row["allowed"] else {},
         )

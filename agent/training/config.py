@@ -21,11 +21,11 @@ STOCK_AGENT = "agent.loop.MultimodalQAAgent"
 # The project's own section, with its defaults; presets and overrides may set these keys and no others.
 MMQA_DEFAULTS: dict[str, Any] = {
     "backend": "gpu",  # cpu | gpu
-    "task": "digits",
+    "task": "digits",  # circles, digits, folder (own data), or the dotted path of a module of your own
     "data_root": None,  # folder of the "folder" task
-    "train_samples": 1024,
-    "val_samples": 96,
-    "seed": 1,
+    "train_samples": 1024,  # rows to train on; of the folder task at most as many
+    "val_samples": 96,  # held-out rows, for the validations
+    "seed": 1,  # of the rows that a task makes; the order of the data has data.seed
     "max_pixels": 1024 * 1024,  # the size limit of pictures, applied once in the image store
     "blank_images": False,  # every picture white: what is left is what the model can guess
     "max_logprob_gap": 0.1,  # nats a token between engine and actor, above which the first step stops the run
@@ -41,12 +41,12 @@ MMQA_DEFAULTS: dict[str, Any] = {
         "strategy": "settings",  # settings | plugin: both caches stay on, this package's vLLM plugin keeps them equal
         "keep_prefix_caching": False,  # settings: switch the processor cache off alone
     },
-    "agent_class": STOCK_AGENT,
+    "agent_class": STOCK_AGENT,  # package.module.Class: the stock agent, or a subclass of your own
     "agent": {
-        "instruction": None,
+        "instruction": None,  # text after each question; null: the stock one; "": none
         "max_tokens": 512,
         "max_turns": 1,
-        "fallback_reward": 0.5,
+        "fallback_reward": 0.5,  # for a right answer in any other form than the wanted one (that earns 1.0)
         "allow_remote_images": False,
     },
 }
@@ -97,8 +97,11 @@ def load_yaml(path: Path) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         raise InputError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', error)})") from None
+    if value is None:
+        raise InputError(f"{path}: the file is empty; expected keys and values, for example  data: {{seed: 1}}")
     if not isinstance(value, dict):
-        raise InputError(f"{path}: expected a mapping of keys, found {type(value).__name__}")
+        kind = "a list" if isinstance(value, list) else f"the single value {value!r}"
+        raise InputError(f"{path}: expected keys and values, for example  data: {{seed: 1}}; found {kind}")
     return value
 
 

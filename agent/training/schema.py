@@ -60,33 +60,68 @@ def dataclass_fields(target: str) -> set[str]:
     return own.union(*(dataclass_fields(base) for base in bases)) if bases else own
 
 
+def _statements(package: str, *path: str) -> list[ast.stmt]:
+    """The top-level statements of a package's file, read without importing it (none if it is not there)."""
+    root = package_dir(package)
+    file = root.joinpath(*path) if root else None
+    return ast.parse(file.read_text(encoding="utf-8")).body if file is not None and file.exists() else []
+
+
+def _class_body(statements: list[ast.stmt], name: str) -> list[ast.stmt]:
+    return [one for node in statements if isinstance(node, ast.ClassDef) and node.name == name for one in node.body]
+
+
+def _assigned(statements: list[ast.stmt], name: str) -> list[ast.expr]:
+    """The values that are assigned to ``name``."""
+    return [
+        one.value
+        for one in statements
+        if isinstance(one, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in one.targets)
+    ]
+
+
+def _constants(nodes: list[ast.expr]) -> tuple[str, ...]:
+    """The texts written out below ``nodes``, in their order."""
+    return tuple(
+        sub.value
+        for one in nodes
+        for sub in ast.walk(one)
+        if isinstance(sub, ast.Constant) and isinstance(sub.value, str)
+    )
+
+
 @lru_cache(maxsize=1)
 def advantage_estimators() -> tuple[str, ...]:
     """Names that ``algorithm.adv_estimator`` takes: verl's ``AdvantageEstimator`` (empty without verl)."""
-    root = package_dir("verl")
-    file = root / "trainer" / "ppo" / "core_algos.py" if root else None
-    if file is None or not file.exists():
-        return ()
-    classes = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
-    members = [one for node in classes if node.name == "AdvantageEstimator" for one in node.body]
-    values = [one.value for one in members if isinstance(one, ast.Assign)]
-    return tuple(str(one.value) for one in values if isinstance(one, ast.Constant))
+    members = _class_body(_statements("verl", "trainer", "ppo", "core_algos.py"), "AdvantageEstimator")
+    return _constants([one.value for one in members if isinstance(one, ast.Assign)])
+
+
+@lru_cache(maxsize=1)
+def trackers() -> tuple[str, ...]:
+    """Names that ``trainer.logger`` takes: those of verl's ``Tracking`` (empty without verl)."""
+    return _constants(
+        _assigned(_class_body(_statements("verl", "utils", "tracking.py"), "Tracking"), "supported_backend")
+    )
+
+
+@lru_cache(maxsize=1)
+def engine_dtypes() -> tuple[str, ...]:
+    """Names that ``rollout.dtype`` takes: vLLM's ``ModelDType`` (empty without vLLM)."""
+    return _constants(_assigned(_statements("vllm", "config", "model.py"), "ModelDType"))
 
 
 @lru_cache(maxsize=1)
 def vllm_arguments() -> frozenset[str]:
     """Names that ``engine_kwargs.vllm`` takes: the fields of vLLM's ``EngineArgs`` (empty without vLLM)."""
-    root = package_dir("vllm")
-    file = root / "engine" / "arg_utils.py" if root else None
-    if file is None or not file.exists():
-        return frozenset()
-    fields: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs"):
-            fields |= {
-                i.target.id for i in node.body if isinstance(i, ast.AnnAssign) and isinstance(i.target, ast.Name)
-            }
-    return frozenset(fields)
+    statements = _statements("vllm", "engine", "arg_utils.py")
+    bodies = [_class_body(statements, name) for name in ("EngineArgs", "AsyncEngineArgs")]
+    return frozenset(
+        one.target.id
+        for body in bodies
+        for one in body
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+    )
 
 
 def refuse_unknown(given: Mapping[str, Any], base: Mapping[str, Any], where: str, path: str = "") -> None:

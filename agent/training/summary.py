@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,11 +23,22 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def latest_per_step(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One object a step, in the order of the steps; where a step has several, the newest figures win."""
+    """One object a step, in the order of the steps; where a step has several, the newest figures win.
+
+    Objects without a whole number as step are left out: the file may have been written to by something else.
+    """
     merged: dict[int, dict[str, Any]] = {}
     for one in metrics:
-        merged[one["step"]] = merged.get(one["step"], {}) | one
+        step = one.get("step")
+        if isinstance(step, int) and not isinstance(step, bool):
+            merged[step] = merged.get(step, {}) | one
     return [merged[step] for step in sorted(merged)]
+
+
+def figure(one: dict[str, Any], key: str) -> float | None:
+    """The finite number behind a key; None if there is none."""
+    value = one.get(key)
+    return float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else None
 
 
 def what_rose(first: dict[str, Any], last: dict[str, Any]) -> str:
@@ -47,13 +59,14 @@ def what_rose(first: dict[str, Any], last: dict[str, Any]) -> str:
 def lines(run: RunDir) -> list[str]:
     """The closing lines of a run: the curve, first and last third, what rose."""
     steps = latest_per_step(read_jsonl(run.metrics))
-    rewards = [one["training/reward"] for one in steps if "training/reward" in one]
+    rewards = [value for one in steps if (value := figure(one, "training/reward")) is not None]
     shown = []
     if len(rewards) >= 3:
         third = len(rewards) // 3
         before, after = sum(rewards[:third]) / third, sum(rewards[-third:]) / third
         shown.append(f"reward {sparkline(rewards)}  first third {before:.2f}, last third {after:.2f}")
-    checked = [one for one in steps if "val/accuracy_any_form" in one]
+    needed = ("val/accuracy_any_form", "val/wanted_form")
+    checked = [one for one in steps if all(figure(one, key) is not None for key in needed)]
     if len(checked) >= 2:
         shown.append(what_rose(checked[0], checked[-1]))
     return shown

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -221,3 +223,40 @@ def test_the_copied_file_works_alone_and_imports_nothing_heavy(tmp_path: Path) -
     """)
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"{SAFE} {{}}"
+
+
+# -- what the file's text and the page show -------------------------------------------------------------------------
+
+DOCS = Path(__file__).parents[2] / "docs" / "caches" / "copy-safe-settings.md"
+
+
+def snippets() -> dict[str, str]:
+    """The lines that are shown to be copied: of the file's own text, and of the page for dicts and for OmegaConf."""
+    shown = [line for line in (gate.__doc__ or "").splitlines() if line.startswith("    ")]
+    plain, omegaconf, *_ = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    return {"docstring": textwrap.dedent("\n".join(shown)), "plain": plain, "omegaconf": omegaconf}
+
+
+@pytest.mark.parametrize("name", ["docstring", "plain", "omegaconf"])
+def test_what_is_shown_keeps_the_settings_that_are_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {"n": 8, "engine_kwargs": {"vllm": {"limit_mm_per_prompt": {"image": 2}}, "sglang": {}}}
+    config: Any = {"actor_rollout_ref": {"rollout": before}}
+    monkeypatch.setattr(gate, "installed_version", lambda: "0.21.0")
+    monkeypatch.setitem(sys.modules, "cache_safe_rollout", gate)  # as if the file were copied
+    if name == "omegaconf":
+        config = pytest.importorskip("omegaconf").OmegaConf.create(config)
+    exec(snippets()[name], {"config": config, **vars(gate)})
+    assert config["actor_rollout_ref"]["rollout"] == {
+        "n": 8,
+        "enable_prefix_caching": False,
+        "engine_kwargs": {"vllm": {"limit_mm_per_prompt": {"image": 2}, "mm_processor_cache_gb": 0}, "sglang": {}},
+    }
+    assert before["engine_kwargs"] == {"vllm": {"limit_mm_per_prompt": {"image": 2}}, "sglang": {}}, (
+        "not changed itself"
+    )
+
+
+def test_merging_nothing_changes_nothing() -> None:
+    rollout = {"engine_kwargs": {"vllm": None}}
+    assert gate.merged(rollout, {}) == rollout
+    assert gate.merged(rollout, SAFE)["engine_kwargs"] == {"vllm": {"mm_processor_cache_gb": 0}}

@@ -9,7 +9,8 @@ from PIL import Image
 
 from agent.images import ImageStore
 from agent.report.html import SHOWN_SAMPLES, chosen_samples, curve, render
-from agent.training.rundir import RunDir, append_jsonl, write_json
+from agent.training.rundir import RunDir, append_jsonl, read_jsonl, write_json
+from agent.training.summary import latest_per_step
 
 EVIL = "<script>alert(1)</script>\"><img src=x onerror=alert(2)> & 'quoted'"
 
@@ -57,6 +58,25 @@ def test_the_command_writes_the_file(run):
     assert done.returncode == 0 and done.stdout.strip() == str(run.report) and "<svg" in run.report.read_text()
     done = subprocess.run([sys.executable, "-m", "agent.cli", "report", "nowhere"], capture_output=True, text=True)
     assert done.returncode == 2 and "no run here" in done.stderr
+
+
+def test_lines_that_no_run_wrote_are_left_out(run):
+    before = render(run)
+    with run.metrics.open("ab") as file:
+        file.write(
+            b'{"training/reward": 1}\n{"step": "two"}\n{"step": true}\n{"step": [1]}\n[1]\n7\n\xff\xfe\n{"step":\n'
+        )
+        file.write(b'{"step": 2, "training/reward": "high", "val/accuracy_any_form": null, "timing_s/step": NaN}\n')
+    assert [one["step"] for one in latest_per_step(read_jsonl(run.metrics))] == [0, 1, 2]
+    assert "nan" not in render(run)
+    with run.samples.open("ab") as file:
+        file.write(bytes(range(256)) + b'\n{"step": null, "images": 5, "replies": "x", "reward": {}}\n')
+    assert len(render(run)) > len(before) / 2 and "<svg" in render(run)
+    for command in ("report", "checkpoints"):
+        done = subprocess.run(
+            [sys.executable, "-m", "agent.cli", command, str(run.root)], capture_output=True, text=True
+        )
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
 
 def test_curves_and_samples_are_chosen():

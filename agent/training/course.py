@@ -6,10 +6,9 @@ that step lies in the run directory until retention takes it, but the run does n
 
 from __future__ import annotations
 
-import json
 import math
 
-from agent.training.rundir import RunDir, write_json
+from agent.training.rundir import RunDir, read_json, write_json
 
 _BEGAN = "began.json"  # in an attempt's folder: {"step": k, "attempt": that wrote the checkpoint of step k}
 
@@ -20,11 +19,9 @@ def note_beginning(run: RunDir, attempt: int, step: int, writer: int) -> None:
 
 
 def _beginning(run: RunDir, attempt: int) -> tuple[int, int] | None:
-    try:
-        found = json.loads((run.attempt(attempt) / _BEGAN).read_bytes())
-        return int(found["step"]), int(found["attempt"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    found = read_json(run.attempt(attempt) / _BEGAN)
+    step, writer = found.get("step"), found.get("attempt")
+    return (step, writer) if isinstance(step, int) and isinstance(writer, int) else None
 
 
 def course(run: RunDir) -> dict[int, float]:

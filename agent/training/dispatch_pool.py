@@ -138,11 +138,9 @@ class Pool:
             for worker in list(self._workers):
                 self._ping(worker, now)
 
-    # -- workers ----------------------------------------------------------------------------------------------------
-
-    def _start_worker(self) -> WorkerHandle:
-        ours, theirs = socket.socketpair()
-        process = self._context.Process(target=dispatch_worker.worker_main, args=(theirs,), daemon=True)
+    def _process(self, target: Callable[..., None], ours: Any, theirs: Any, *arguments: Any) -> Any:
+        """A started process that has the other end of a line, ``theirs``, as its last argument."""
+        process = self._context.Process(target=target, args=(*arguments, theirs), daemon=True)
         try:
             process.start()
         except BaseException:
@@ -150,7 +148,13 @@ class Pool:
             raise
         finally:
             theirs.close()
-        worker = WorkerHandle(process, ours)
+        return process
+
+    # -- workers ----------------------------------------------------------------------------------------------------
+
+    def _start_worker(self) -> WorkerHandle:
+        ours, theirs = socket.socketpair()
+        worker = WorkerHandle(self._process(dispatch_worker.worker_main, ours, theirs), ours)
         self._workers.append(worker)
         worker.serving = asyncio.get_running_loop().create_task(self._serve(worker))
         return worker
@@ -248,15 +252,7 @@ class Pool:
 
     def _start_isolated(self, job: Job) -> None:
         ours, theirs = multiprocessing.Pipe(duplex=False)
-        arguments = (job.path, job.environ, job.rollout, theirs)
-        process = self._context.Process(target=dispatch_worker.isolated_main, args=arguments, daemon=True)
-        try:
-            process.start()
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
+        process = self._process(dispatch_worker.isolated_main, ours, theirs, job.path, job.environ, job.rollout)
         self._isolated[job.rollout] = (job, process, ours)
         asyncio.get_running_loop().add_reader(process.sentinel, self._isolated_ended, job.rollout)
 

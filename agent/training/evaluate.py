@@ -23,8 +23,9 @@ from agent.errors import InputError, RunFailed, RunStopped
 from agent.images import ImageStore, open_image
 from agent.training import preflight, run
 from agent.training import resume as resuming
-from agent.training.checkpoints import choose, pinned
+from agent.training.checkpoints import choose
 from agent.training.display import Display
+from agent.training.export import pinned
 from agent.training.resume import Start
 from agent.training.rundir import RunDir, read_jsonl, write_json, write_jsonl, write_text
 from agent.training.saving import SaveRefused

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,31 +161,33 @@ def supersede(run: RunDir, step: int, attempt: int) -> int:
     Returns the number of steps that moved and are made again.
     """
     now = course(run)
+
+    def stays(row: dict[str, Any]) -> bool:
+        return row["step"] <= step and belongs(now, row.get("attempt", 0), row["step"])
+
     redone: set[int] = set()
     for path in (run.metrics, run.samples):
         rows = read_jsonl(path)
-        kept = [row for row in rows if row["step"] <= step and belongs(now, row.get("attempt", 0), row["step"])]
-        back = _moved_before(run, path, step, now, {row["step"] for row in kept})
+        kept = [row for row in rows if stays(row)]
+        there = {row["step"] for row in kept}
+        moved = (row for row in _moved_before(run, path) if stays(row) and row["step"] not in there)
+        back = {(row["step"], row.get("rollout_id")): row for row in moved}
         if len(kept) == len(rows) and not back and _ends_whole(path):
             continue
-        gone = [row for row in rows if not (row["step"] <= step and belongs(now, row.get("attempt", 0), row["step"]))]
+        gone = [row for row in rows if not stays(row)]
         if path == run.metrics:
             redone = {row["step"] for row in gone if row["step"] > step}
         if gone:
             write_jsonl(run.attempt(attempt) / f"superseded-{path.name}", gone)
-        write_jsonl(path, sorted([*kept, *back], key=lambda row: row["step"]))
+        write_jsonl(path, sorted([*kept, *back.values()], key=lambda row: row["step"]))
     _restore_line(run, step)
     return len(redone)
 
 
-def _moved_before(run: RunDir, path: Path, step: int, now: dict[int, float], there: set[int]) -> list[dict[str, Any]]:
-    """Rows of the course up to ``step`` that an earlier ``supersede`` moved away, of steps that are not ``there``."""
-    back: dict[tuple[int, Any], dict[str, Any]] = {}
+def _moved_before(run: RunDir, path: Path) -> Iterator[dict[str, Any]]:
+    """The rows that earlier calls of ``supersede`` moved away from ``path``."""
     for number in run.attempts():
-        for row in read_jsonl(run.attempt(number) / f"superseded-{path.name}"):
-            if row["step"] <= step and row["step"] not in there and belongs(now, row.get("attempt", 0), row["step"]):
-                back[row["step"], row.get("rollout_id")] = row
-    return list(back.values())
+        yield from read_jsonl(run.attempt(number) / f"superseded-{path.name}")
 
 
 def _restore_line(run: RunDir, step: int) -> None:

